@@ -73,6 +73,21 @@ QWEN_HYBRID = {
         "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
     },
 }  # fmt: skip
+GLM = {
+    "tokens": ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"), "image_token": "<|image|>",
+    "around": "<|begin_of_image|>{}<|end_of_image|>", "processor": "glm4v.processing_glm4v.Glm4vProcessor",
+    "pixels": {"patch_size": 7, "size": {"shortest_edge": 2 * 14 * 14, "longest_edge": 60 * 14 * 14}},
+    "ids": {
+        "image_token_id": "<|image|>", "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>", "video_token_id": "<|video|>",
+    },
+}  # fmt: skip
+GLM_TEXT = {
+    **TEXT, "pad_token_id": 0, "head_dim": 16, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+    },
+}  # fmt: skip
+GLM_VISION = {**QWEN_VISION, "image_size": 28}
 PICTURES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "config": {"model_type": "gemma3", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
@@ -104,6 +119,19 @@ PICTURES: dict[str, dict[str, Any]] = {
         "pixels": {"patch_size": 2, "max_soft_tokens": 70}, "types": "mm_token_type_ids",
         "processor": "gemma4.processing_gemma4.Gemma4Processor",
         "attributes": {"boi_token": "<|image>", "eoi_token": "<image|>"},
+    },
+    "glm4v": {
+        "config": {
+            "model_type": "glm4v", "text_config": {**GLM_TEXT, "model_type": "glm4v_text"}, "vision_config": GLM_VISION,
+        },
+        **GLM,
+    },
+    "glm4v-moe": {
+        "config": {"model_type": "glm4v_moe", "vision_config": GLM_VISION, "text_config": {
+            **GLM_TEXT, "model_type": "glm4v_moe_text", "n_routed_experts": 5, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        }},
+        **GLM,
     },
     "idefics3": {
         "config": {"model_type": "idefics3", "vision_config": SIGLIP, "scale_factor": 2, "text_config": {

@@ -22,6 +22,8 @@ NICENESS = 5
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
     "Gemma4ForConditionalGeneration": gemma.gemma4,
+    "Glm4vForConditionalGeneration": qwen_vl.Glm4v,
+    "Glm4vMoeForConditionalGeneration": qwen_vl.Glm4vMoe,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
     "InternVLForConditionalGeneration": internvl.InternVL,
     "LlavaForConditionalGeneration": llava.Llava,

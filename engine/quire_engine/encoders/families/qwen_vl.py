@@ -26,6 +26,7 @@ class Qwen2VL(ImageFamily):
     def __init__(self, fields: Fields) -> None:
         token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, self.default_image_token_id)
         self.placeholder_id = self.image_token_id = token_id
+        self._folder = fields.path.parent
         self._vision, self._text_size = fields.inner("vision_config"), fields.text().integer("hidden_size", 1, MAX_SIZE)
         self._merge_size = self._vision.integer("spatial_merge_size", 1, MAX_SIZE, 2)
 
@@ -85,3 +86,27 @@ class Qwen35(Qwen3VL):
     """Qwen3.5 and 3.6."""
 
     default_image_token_id = 248056
+
+
+class Glm4v(Qwen2VL):
+    """GLM-4.1V and GLM-4.5V (https://arxiv.org/abs/2507.01006, section 2.1), whose tower is transformers' own."""
+
+    processor = "glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil"
+    default_image_token_id = 151343
+
+    def tower(self) -> "nn.Module":
+        """The vision part of transformers' model."""
+        from quire_engine.encoders.towers.transformers_tower import TransformersTower
+
+        return TransformersTower(self._folder)
+
+    def rename(self, name: str) -> str | None:
+        """All but the text model."""
+        name = name.removeprefix("model.")
+        return f"model.{name}" if name.startswith("visual.") else None
+
+
+class Glm4vMoe(Glm4v):
+    """The same with another token for images."""
+
+    default_image_token_id = 151363

@@ -12,8 +12,8 @@ from quire_engine.models.families.deepseek import (
     read_mlps,
     with_extra_layers,
 )
-from quire_engine.models.families.reading import make_layers, read_attention, read_mlp
-from quire_engine.models.options import LayerOptions, ModelOptions, NormOptions
+from quire_engine.models.families.reading import make_layers, read_attention, read_mlp, read_mrope
+from quire_engine.models.options import AttentionOptions, LayerOptions, ModelOptions, NormOptions
 
 GLM = {
     "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
@@ -60,9 +60,17 @@ def glm4(fields: Fields) -> ModelOptions:
 
 
 def glm4v(fields: Fields) -> ModelOptions:
-    """The text model of GLM-4.1V (https://arxiv.org/abs/2507.01006): GLM-4-0414. A token of text has one number in all
-    three dimensions of its position, so that MRoPE rotates it as RoPE does."""
-    return glm4(fields)
+    """The text model of GLM-4.1V (https://arxiv.org/abs/2507.01006): GLM-4-0414 with positions of three dimensions."""
+    return _with_grid_positions(fields, glm4(fields))
+
+
+def _with_grid_positions(fields: Fields, options: ModelOptions) -> ModelOptions:
+    rope = read_mrope(fields, (8, 12, 12))
+    layers = []
+    for layer in options.layers:
+        assert isinstance(layer.attention, AttentionOptions)
+        layers.append(replace(layer, attention=replace(layer.attention, rope=rope)))
+    return replace(options, layers=tuple(layers))
 
 
 def glm4_moe(fields: Fields) -> ModelOptions:
@@ -79,8 +87,8 @@ def glm4_moe(fields: Fields) -> ModelOptions:
 
 
 def glm4v_moe(fields: Fields) -> ModelOptions:
-    """The text model of GLM-4.5V and 4.6V: GLM-4.5-Air, with biases."""
-    return glm4_moe(fields)
+    """The text model of GLM-4.5V and 4.6V: GLM-4.5-Air, with biases and positions of three dimensions."""
+    return _with_grid_positions(fields, glm4_moe(fields))
 
 
 def glm4_moe_lite(fields: Fields) -> ModelOptions:
