@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from quire_engine.async_llm import MAX_IMAGE_THREADS
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import (
     EngineDeadError,
@@ -147,7 +148,7 @@ class Serving:
         # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
         self._long_renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-long-prompts")
-        self._image_encoder = ThreadPoolExecutor(1, thread_name_prefix="quire-images")
+        self._image_encoder = ThreadPoolExecutor(MAX_IMAGE_THREADS, thread_name_prefix="quire-images")
 
     @property
     def is_ready(self) -> bool:
@@ -380,7 +381,7 @@ class Serving:
     def _process_and_add(
         self, generate: GenerateRequest, prompt: str | list[int] | Embeds | dict[str, Any], stream: ResponseStream
     ) -> None:
-        """The rest of `_render`, for a prompt with images in the thread that waits for these."""
+        """The rest of `_render`, for a prompt with images in a thread that waits for these."""
         try:
             if stream.cancelled:
                 self._responses.fail(stream, *CANCELLED)

@@ -157,10 +157,9 @@ def _add_turn(messages: list[dict[str, Any]], place: str, message: Mapping[str, 
     for i, block in enumerate(blocks):
         if block.get("type") == "tool_result" and role == "user":
             messages.append(_tool_result(f"{place}[{i}]", block))
-        elif block.get("type") == "image" and role == "user":
-            _add(messages, {"role": role, "content": [_image(f"{place}[{i}]", block)]})
         else:
-            _add(messages, {"role": role, "content": _text_of(f"{place}[{i}]", block)})
+            read = _text_or_image if role == "user" else _text_of
+            _add(messages, {"role": role, "content": read(f"{place}[{i}]", block)})
 
 
 def _add(messages: list[dict[str, Any]], news: dict[str, Any]) -> None:
@@ -182,15 +181,17 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if content else []
 
 
-def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """An image in the form of a chat's."""
+def _text_or_image(place: str, block: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """The text of a block, or its image in the form of a chat's."""
+    if block.get("type") != "image":
+        return _text_of(place, block)
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     value = source.get({"base64": "data", "url": "url"}.get(str(kind), "")) if isinstance(source, dict) else None
     if not isinstance(value, str) or (kind == "url" and value[:5].lower() == "data:"):
         raise InvalidRequestError("messages", f"{place}.source must be base64 with data, or url with an http(s) URL")
     url = value if kind == "url" else f"data:;base64,{value}"
-    return image_part(place, {"type": "image_url", "image_url": url}, "messages")
+    return [image_part(place, {"type": "image_url", "image_url": url}, "messages")]
 
 
 def _assistant(place: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -215,8 +216,14 @@ def _assistant(place: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
 def _tool_result(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(block.get("tool_use_id"), str):
         raise InvalidRequestError("messages", f"{place}.tool_use_id must be the id of a call")
-    content = block.get("content")
-    text = _text(f"{place}.content", content) if content else ""
+    said: dict[str, Any] = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": ""}
+    if content := block.get("content"):
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _list(f"{place}.content", content)
+        turn: list[dict[str, Any]] = []
+        for i, inner in enumerate(blocks):
+            _add(turn, {**said, "content": _text_or_image(f"{place}.content[{i}]", inner)})
+        (said,) = turn
     if block.get("is_error") is True:  # chats have no field for it
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+        text = said["content"]
+        said["content"] = f"Error: {text}" if isinstance(text, str) else [*_parts("Error:"), *text]
+    return said

@@ -143,11 +143,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     for i, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            content = item.get("content") or ""
-            if isinstance(content, list):
-                content = content_of_parts(f"input[{i}].content", content, _TEXT_PARTS, "input", "input_image")
-            else:
-                content = _text(f"input[{i}].content", content)
+            content = _content(f"input[{i}].content", item.get("content") or "")
             _add(messages, {"role": item.get("role"), "content": content})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
@@ -161,7 +157,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             call = {"id": item.get("call_id"), "type": "custom", "custom": {name: item.get(name) for name in _CUSTOM}}
             _add(messages, {"role": "assistant", "tool_calls": [call]})
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            output = _text(f"input[{i}].output", item.get("output"))
+            output = _content(f"input[{i}].output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         else:
             raise InvalidRequestError(
@@ -182,6 +178,13 @@ def _add(messages: list[dict[str, Any]], news: dict[str, Any]) -> None:
         messages.append(news)
     else:
         last |= news
+
+
+def _content(place: str, value: Any) -> str | list[dict[str, Any]]:
+    """A text, or a list of texts and images in the form of chats."""
+    if isinstance(value, list):
+        return content_of_parts(place, value, _TEXT_PARTS, "input", "input_image")
+    return _text(place, value)
 
 
 def _text(place: str, value: Any, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:

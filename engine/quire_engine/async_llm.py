@@ -67,7 +67,7 @@ from quire_engine.system.process_state import is_running
 logger = logging.getLogger(__name__)
 
 MAX_IMAGE_THREADS = 8
-"""Prompts with images that are processed at once. One image is encoded at a time; those that are cached do not wait."""
+"""Prompts with images that are processed at once; their images take turns, and those that are cached do not wait."""
 LOOK_SECONDS = 0.25
 """Interval at which live requests are compared with their targets, also while an engine is down or hangs."""
 

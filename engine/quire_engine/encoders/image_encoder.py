@@ -1,11 +1,13 @@
 """ImageEncoder: images → the tokens and prompt parts that they are in a prompt. Thread-safe.
 
-The two processes and this one share memory that is no file of any folder (`memfd_create`), one image at a time::
+The two processes and this one share memory that is no file of any folder (`memfd_create`), one for each image in work::
 
-    file │ arrays of its pixels │ hidden states
-         ▲ processing writes    ▲ the tower writes
+    content │ arrays of its pixels │ hidden states
+            ▲ processing writes    ▲ the tower writes
 
-Each process reads what stands before, so that another can repeat its job if it is killed.
+Each process reads what stands before, so that another can repeat its job if it is killed. Two images are in work: one
+is decoded while the tower encodes the one before. Images are taken in the order of their arrival, and a prompt has two
+in the queue at a time, so that one with many images does not keep others waiting.
 """
 
 import hashlib
@@ -14,13 +16,15 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -31,7 +35,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.encoders import processing, tower_process
 from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.encoders.family import PROCESSOR_FILES, find_family, has_processor, processor_settings
-from quire_engine.errors import RequestError
+from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.fields import Fields
@@ -42,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 MAX_IMAGE_BYTES = 32 << 20
 """Of an image's file."""
+IMAGES_IN_WORK = 2
+"""One is decoded while the tower encodes the one before."""
 CACHE_BYTES = 256 << 20
 """Of the hidden states of images that were encoded last."""
 TOWER_SECONDS = 600.0
@@ -82,17 +88,21 @@ class ImageEncoder:
     ) -> None:
         self._family, self._tokenizer, self._max_images = family, tokenizer, max_images
         self._lock = threading.Lock()
-        """Of the cache and the statistics; that of the memory is held while an image is encoded."""
-        self._memory_lock = threading.Lock()
+        """Of the cache, the images in work and the statistics."""
         self._stats = ImageStats()
         self._is_closed = False
-        self._memory = os.memfd_create("quire-images", os.MFD_CLOEXEC)
-        self._processing = LimitedProcess(
-            processing.__name__, [os.fspath(folder), self._memory], pass_fds=[self._memory]
-        )
+        self._memories = [os.memfd_create("quire-images", os.MFD_CLOEXEC) for _ in range(IMAGES_IN_WORK)]
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for memory in self._memories:
+            self._free.put(memory)
+        self._processing = LimitedProcess(processing.__name__, os.fspath(folder), self._memories)
         self._tower = LimitedProcess(
-            tower_process.__name__, [os.fspath(folder), dtype, device, self._memory], [self._memory], TOWER_SECONDS
+            tower_process.__name__, [os.fspath(folder), dtype, device], self._memories, TOWER_SECONDS
         )
+        self._turns = {self._processing: threading.Lock(), self._tower: threading.Lock()}
+        self._threads = ThreadPoolExecutor(IMAGES_IN_WORK, thread_name_prefix="encode-image")
+        self._pending: dict[bytes, Future[EncodedImage]] = {}
+        """By digest."""
         settings = json.dumps(processor_settings(folder), sort_keys=True)
         self._namespace = hashlib.sha256(f"{family.processor} {dtype} {settings}".encode()).digest()
         self._cache: OrderedDict[bytes, EncodedImage] = OrderedDict()
@@ -100,13 +110,13 @@ class ImageEncoder:
             [family.image_token_id, family.placeholder_id]
         )
         """The text that stands for a hidden state, and for an image in a prompt."""
-        # Weights are loaded while the engine starts, or serves text.
+        # The libraries are imported and the weights loaded while the engine starts, or serves text.
         threading.Thread(target=self._load, name="load-tower", daemon=True).start()
 
     def _load(self) -> None:
-        error = self._ask_tower(0, 0).error
-        if error is not None and not self._is_closed:
-            logger.error("images cannot be served: %s", error)
+        self._processing.start()
+        with suppress(EngineError):  # it is logged, and the next image tries again
+            self._ask_tower(tower_process.Job())
 
     def insert(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[PromptPart]]:
         """Token ids with each placeholder replaced by the tokens of its image, and the parts.
@@ -117,7 +127,9 @@ class ImageEncoder:
                 uint8.
 
         Raises:
-            RequestError: there are not as many placeholders as images, or one cannot be encoded.
+            RequestError: there are not as many placeholders as images, or one cannot be used.
+            EngineUnavailableError: a process died; the same images may be encoded later.
+            EngineDeadError: the encoder was shut down.
         """
         if len(images) > self._max_images:
             raise RequestError(
@@ -135,23 +147,35 @@ class ImageEncoder:
         parts: list[PromptPart] = []
         text: list[int] = []
         before = ""
-        pending = enumerate(images, 1)
+        encoded = self._encode_all(images)
         for token_id in token_ids:
             if token_id != self._family.placeholder_id:
                 text.append(token_id)
                 continue
-            position, content = next(pending)
-            try:
-                image = self.encode(content)
-            except RequestError as error:
-                which = f"image {position}" if number > 1 else "an image"
-                raise RequestError("multi_modal_data", str(error).replace("an image", which, 1)) from None
+            image = next(encoded)
             found += self._join(before, text, image.around[0])
             start = len(found)
             parts += [msgspec.structs.replace(part, start=start + part.start) for part in image.parts]
             found += image.token_ids
             text, before = [], image.around[1]
         return found + self._join(before, text, ""), parts
+
+    def _encode_all(self, images: Sequence[Any]) -> Iterator[EncodedImage]:
+        """In their order. The next ones are in the queue while one is waited for."""
+        pending: deque[tuple[int, Future[EncodedImage]]] = deque()
+        for position in range(len(images) + IMAGES_IN_WORK - 1):
+            which = position
+            try:
+                if position < len(images):
+                    pending.append((position, self._submit(images[position])))
+                if position < IMAGES_IN_WORK - 1:
+                    continue
+                which, future = pending.popleft()
+                image = future.result()
+            except RequestError as error:
+                name = f"image {which + 1}" if len(images) > 1 else "an image"
+                raise RequestError("multi_modal_data", str(error).replace("an image", name, 1)) from None
+            yield image
 
     def _join(self, before: str, token_ids: list[int], after: str) -> list[int]:
         """Token ids with text before and after them, as the tokenizer has them in one text."""
@@ -164,14 +188,29 @@ class ImageEncoder:
         return [*encode(before), *token_ids, *encode(after)]  # they are not the tokenizer's, or their text is not
 
     def encode(self, image: Any) -> EncodedImage:
-        """Encode an image, or find it in the cache. Raises RequestError if it cannot be encoded."""
-        content = _as_file(image)
-        digest = hashlib.sha256(self._namespace + content).digest()
-        found = self._find(digest)
-        if found is None:
-            with self._memory_lock:
-                found = self._find(digest) or self._encode_and_keep(content, digest)
-        return found
+        """Encode an image, or find it in the cache. Raises what `insert` raises."""
+        return self._submit(image).result()
+
+    def _submit(self, image: Any) -> "Future[EncodedImage]":
+        """Put an image into the queue, unless it is there or in the cache."""
+        content, size = _content_of(image)
+        digest = hashlib.sha256(self._namespace + repr(size).encode())
+        digest.update(content)
+        key = digest.digest()
+        with self._lock:
+            if self._is_closed:
+                raise EngineDeadError("the engine was shut down")
+            if (found := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                future: Future[EncodedImage] = Future()
+                future.set_result(found)
+            elif key not in self._pending:
+                future = self._pending[key] = self._threads.submit(self._encode_and_keep, content, size, key)
+                return future
+            else:
+                future = self._pending[key]
+            self._stats.num_cached += 1
+        return future
 
     def take_stats(self) -> ImageStats | None:
         """The images since this was last called; None if there were none."""
@@ -181,50 +220,42 @@ class ImageEncoder:
             stats, self._stats = self._stats, ImageStats()
         return stats
 
-    def _find(self, digest: bytes) -> EncodedImage | None:
-        with self._lock:
-            found = self._cache.get(digest)
-            if found is not None:
-                self._cache.move_to_end(digest)
-                self._stats.num_cached += 1
-        return found
-
-    def _encode_and_keep(self, content: bytes, digest: bytes) -> EncodedImage:
-        began_at = time.monotonic()
+    def _encode_and_keep(self, content: bytes, size: tuple[int, int] | None, digest: bytes) -> EncodedImage:
         try:
-            found = self._encode(content, digest)
+            found, seconds = self._encode(content, size, digest)
         except BaseException:
             with self._lock:
                 self._stats.num_failed += 1
+                del self._pending[digest]
             raise
         with self._lock:
-            self._stats.encode_seconds.append(time.monotonic() - began_at)
+            self._stats.encode_seconds.append(seconds)
+            del self._pending[digest]
             self._cache[digest] = found
             total = sum(one.num_bytes for one in self._cache.values())
             while total > CACHE_BYTES and len(self._cache) > 1:
                 total -= self._cache.popitem(last=False)[1].num_bytes
         return found
 
-    def _encode(self, content: bytes, digest: bytes) -> EncodedImage:
-        if self._is_closed:
-            raise _failure("the engine was shut down")
+    def _encode(self, content: bytes, size: tuple[int, int] | None, digest: bytes) -> tuple[EncodedImage, float]:
+        """And the seconds that it took, without the wait for other images."""
+        memory = self._free.get()
         try:
-            os.pwrite(self._memory, content, 0)
-            answer = _ask(self._processing, processing.Job(processing.SECONDS, len(content)))
-            if not answer:
-                raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
+            os.pwrite(memory, content, 0)
+            job = processing.Job(processing.SECONDS, memory, len(content), size)
+            answer, seconds = self._ask(self._processing, job, "decodes")
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
                 raise _failure(prepared.error)
-            encoded = self._ask_tower(len(content), prepared.num_bytes)
-            if encoded.error is not None:
-                raise _failure(encoded.error)
+            encoded, tower_seconds = self._ask_tower(
+                tower_process.Job(memory=memory, start=len(content), num_bytes=prepared.num_bytes)
+            )
             num_states, width = encoded.shape
-            place = len(content) + prepared.num_bytes
-            found = os.pread(self._memory, 4 * num_states * width, place)
+            found = os.pread(memory, 4 * num_states * width, len(content) + prepared.num_bytes)
             states = np.frombuffer(found, np.float32).reshape(-1, width)
         finally:
-            os.ftruncate(self._memory, 0)
+            os.ftruncate(memory, 0)
+            self._free.put(memory)
         text = self._family.expand(prepared.layout, self._image_token)
         before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
         token_ids = self._tokenizer.encode(text.strip(), add_special_tokens=False)
@@ -234,7 +265,7 @@ class ImageEncoder:
         if not np.isfinite(states).all():
             raise _failure("its hidden states are not finite")
         parts = self._parts(token_ids, states, digest, self._family.grid(prepared.layout))
-        return EncodedImage(token_ids, list(parts), (before, after))
+        return EncodedImage(token_ids, list(parts), (before, after)), seconds + tower_seconds
 
     def _parts(
         self, token_ids: list[int], states: npt.NDArray[np.float32], digest: bytes, grid: tuple[int, ...]
@@ -250,21 +281,44 @@ class ImageEncoder:
                 first += length
             start += length
 
-    def _ask_tower(self, start: int, num_bytes: int) -> tower_process.Encoded:
-        answer = _ask(self._tower, tower_process.Job(0.0, start, num_bytes))
-        if not answer:
-            return tower_process.Encoded(error="the process that encodes images has died; the next image starts it")
-        return msgspec.json.decode(answer, type=tower_process.Encoded)
+    def _ask_tower(self, job: tower_process.Job) -> tuple[tower_process.Encoded, float]:
+        answer, seconds = self._ask(self._tower, job, "encodes")
+        encoded = msgspec.json.decode(answer, type=tower_process.Encoded)
+        if encoded.error is not None:
+            raise _unavailable(encoded.error)
+        return encoded, seconds
+
+    def _ask(self, process: LimitedProcess, job: msgspec.Struct, what: str) -> tuple[bytes, float]:
+        """The answer to a job, which another process repeats if the first was killed; and the seconds that it took.
+
+        Raises:
+            RequestError: the image ended the process that decodes.
+            EngineUnavailableError: the process died otherwise, or was killed again.
+            EngineDeadError: the encoder was shut down.
+        """
+        line = msgspec.json.encode(job)
+        with self._turns[process]:
+            began_at = time.monotonic()
+            answer = process.ask(line) or (process.ask(line) if process.was_killed else b"")
+            is_job_at_fault = process.is_job_at_fault and process is self._processing
+            seconds = time.monotonic() - began_at
+        if answer:
+            return answer, seconds
+        if self._is_closed:
+            raise EngineDeadError("the engine was shut down")
+        if is_job_at_fault:
+            raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
+        raise _unavailable(f"the process that {what} images has died; the next image starts it")
 
     def shutdown(self) -> None:
         """End the processes. Idempotent."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         self._processing.shutdown()
         self._tower.shutdown()
-        with self._memory_lock:
-            if self._memory >= 0:
-                os.close(self._memory)
-                self._memory = -1
+        self._threads.shutdown()
+        while self._memories:
+            os.close(self._memories.pop())
 
 
 def image_family(config: EngineConfig) -> ImageFamily | None:
@@ -292,40 +346,37 @@ def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | N
     return ImageEncoder(folder, family, tokenizer, dtype, device, config.frontend.limit_mm_per_prompt["image"])
 
 
-def _ask(process: LimitedProcess, job: msgspec.Struct) -> bytes:
-    """The answer to a job, which another process repeats if the first was killed; empty if it died otherwise, or
-    again."""
-    line = msgspec.json.encode(job)
-    return process.ask(line) or (process.ask(line) if process.was_killed else b"")
-
-
-def _as_file(image: Any) -> bytes:
-    """The bytes of an image's file."""
-    if not isinstance(image, bytes | bytearray | memoryview):
-        image = _as_png(image)
-    if len(image) > MAX_IMAGE_BYTES:
-        raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
-    return bytes(image)
-
-
-def _as_png(image: Any) -> bytes:
+def _content_of(image: Any) -> tuple[bytes, tuple[int, int] | None]:
+    """An image's file; or its pixels in RGB, and its width and height."""
     from PIL import Image
 
-    if isinstance(image, np.ndarray):
+    if isinstance(image, bytes | bytearray | memoryview):
+        if len(image) > MAX_IMAGE_BYTES:
+            raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
+        return bytes(image), None
+    try:
+        if isinstance(image, Image.Image):
+            processing.check_size(*image.size)
+            return processing.flatten(image).tobytes(), image.size
+        if not isinstance(image, np.ndarray):
+            raise ValueError(
+                f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array"
+            )
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise _failure(
+            raise ValueError(
                 f"it is an array {list(image.shape)} of {image.dtype}; it must be [height, width, 3] of uint8"
             )
-        image = Image.fromarray(image)
-    if not isinstance(image, Image.Image):
-        raise _failure(f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array")
-    file = BytesIO()
-    try:
-        processing.flatten(image).save(file, "PNG", compress_level=1)
+        height, width, _ = image.shape
+        processing.check_size(width, height)
+        return image.tobytes(), (width, height)
     except (OSError, ValueError) as error:  # Pillow's images are read when they are used
         raise _failure(str(error)) from None
-    return file.getvalue()
 
 
 def _failure(reason: str) -> RequestError:
     return RequestError("multi_modal_data", f"multi_modal_data: an image cannot be used: {reason}")
+
+
+def _unavailable(reason: str) -> EngineUnavailableError:
+    logger.error("an image could not be encoded: %s", reason)
+    return EngineUnavailableError(f"images cannot be encoded now: {reason}; send the request again later")

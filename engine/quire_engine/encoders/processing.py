@@ -36,10 +36,13 @@ MEMORY_BYTES = 2 << 30
 
 
 class Job(msgspec.Struct, array_like=True):
-    """An image to prepare: its file is in the shared memory, from the first byte on. Tensors are written after it."""
+    """An image to prepare: its content is in shared memory, from the first byte on. Tensors are written after it."""
 
     seconds: float
+    memory: int
     num_bytes: int
+    size: tuple[int, int] | None = None
+    """Width and height of an image whose content are its pixels, in RGB; None: its content is a file."""
 
 
 class Prepared(msgspec.Struct, array_like=True):
@@ -64,11 +67,7 @@ def decode(content: bytes) -> "Image":
         raise ValueError(f"it is no image in one of the formats {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:
         raise ValueError(f"it has too many pixels; at most {MAX_PIXELS} are taken") from None
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"it has {width} by {height} pixels; at most {MAX_PIXELS} are taken")
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise ValueError(f"it has {width} by {height} pixels; a side may be {MAX_ASPECT_RATIO} times the other")
+    check_size(*image.size)
     # Photographs of telephones have further pictures (MPO), such as one of depths; the first is the photograph.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise ValueError("it is animated, or has several pages; give one frame")
@@ -83,6 +82,14 @@ def decode(content: bytes) -> "Image":
     undo = {2: turns.FLIP_LEFT_RIGHT, 3: turns.ROTATE_180, 4: turns.FLIP_TOP_BOTTOM, 5: turns.TRANSPOSE,
             6: turns.ROTATE_270, 7: turns.TRANSVERSE, 8: turns.ROTATE_90}.get(turn)  # fmt: skip
     return image if undo is None else image.transpose(undo)
+
+
+def check_size(width: int, height: int) -> None:
+    """Raises ValueError if an image has too many pixels, or too few in a row or column."""
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"it has {width} by {height} pixels; at most {MAX_PIXELS} are taken")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise ValueError(f"it has {width} by {height} pixels; a side may be {MAX_ASPECT_RATIO} times the other")
 
 
 def flatten(image: "Image") -> "Image":
@@ -100,13 +107,14 @@ def flatten(image: "Image") -> "Image":
 
 
 def main() -> None:
-    """Entry point of the process: its first line of input names the checkpoint and the shared memory."""
+    """Entry point of the process: its first line of input names the checkpoint."""
     # Before the limits are set; torch's threads would be made for each image.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.nice(max(NICENESS - os.nice(0), 0))
+    from PIL import Image
     from safetensors.numpy import save
 
-    folder, memory = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int])
+    folder = msgspec.json.decode(sys.stdin.buffer.readline(), type=str)
     warnings.simplefilter("ignore")
     family = find_family(Path(folder))
     assert family is not None
@@ -114,10 +122,11 @@ def main() -> None:
 
     def run(job: Job) -> Prepared:
         try:
-            image = decode(os.pread(memory, job.num_bytes, 0))
+            content = os.pread(job.memory, job.num_bytes, 0)
+            image = decode(content) if job.size is None else Image.frombytes("RGB", job.size, content)
             arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
             content = save(arrays)
-            os.pwrite(memory, content, job.num_bytes)
+            os.pwrite(job.memory, content, job.num_bytes)
             return Prepared(family.layout(arrays), len(content))
         except MemoryError:
             return Prepared(error=f"preparing it takes more than {MEMORY_BYTES >> 30} GiB")

@@ -19,7 +19,8 @@ class Job(msgspec.Struct, array_like=True):
     """An image to encode: its arrays are in the shared memory, and hidden states are written after them. Without any:
     load the weights."""
 
-    seconds: float
+    seconds: float = 0.0
+    memory: int = -1
     start: int = 0
     num_bytes: int = 0
 
@@ -32,16 +33,14 @@ class Encoded(msgspec.Struct, array_like=True):
 
 
 def main() -> None:
-    """Entry point of the process: its first line of input names the checkpoint, dtype, device and shared memory."""
+    """Entry point of the process: its first line of input names the checkpoint, dtype and device."""
     os.nice(max(NICENESS - os.nice(0), 0))  # one that was itself started nice may not lower its niceness
     import torch
     from safetensors.torch import load
 
     from quire_engine.encoders.towers.loading import load_tower
 
-    folder, dtype, device_name, memory = msgspec.json.decode(
-        sys.stdin.buffer.readline(), type=tuple[str, str, str, int]
-    )
+    folder, dtype, device_name = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, str, str])
     if device_name.startswith("auto"):
         device_name = device_name.replace("auto", "cuda") if torch.cuda.is_available() else "cpu"
     device = torch.device(device_name)
@@ -56,10 +55,10 @@ def main() -> None:
                 tower = load_tower(Path(folder), family, getattr(torch, dtype), device)
             if not job.num_bytes:
                 return Encoded()
-            arrays = load(os.pread(memory, job.num_bytes, job.start))
+            arrays = load(os.pread(job.memory, job.num_bytes, job.start))
             with torch.inference_mode(), device:
                 hidden = tower(**{name: value.to(device) for name, value in arrays.items()}).float().cpu().contiguous()
-            os.pwrite(memory, hidden.numpy(), job.start + job.num_bytes)
+            os.pwrite(job.memory, hidden.numpy(), job.start + job.num_bytes)
             return Encoded((hidden.shape[0], hidden.shape[1]))
         except BaseException as error:
             if not is_failure(error):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quire_engine.encoders.image_encoder import ImageEncoder
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
-from quire_engine.frontend.image_parts import fit_contents, split_images
+from quire_engine.frontend.image_parts import PLACE, fit_contents, split_images
 from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
@@ -188,22 +188,30 @@ class InputProcessor:
                 )
         if not messages:
             raise RequestError("messages", "messages is empty; it must hold at least one message")
-        messages, images = split_images(messages, conversation.images)
+        split, images = split_images(messages, conversation.images)
         if images and self.images is None:
             raise RequestError("messages", "messages holds images; this model takes text alone")
         if any(isinstance(image, str) for image in images):
             raise RequestError(
                 "messages", "messages holds the URL of an image, which the engine does not fetch; give a data: URL"
             )
-        self._check_size(messages)
+        self._check_size(split)
         try:
             template = self.tokenizer.get_chat_template()
-            messages = fit_contents(messages, template, None if self.images is None else self.images.placeholder)
+            messages = fit_contents(split, template, None if self.images is None else self.images.placeholder)
             conversation = msgspec.structs.replace(conversation, messages=messages, images=())
             text = self._chat_template.render(template, conversation, self.tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError("messages", f"messages: the chat template failed: {reason}") from None
+        if images and self.images is not None and text.count(self.images.placeholder) < len(images):
+            roles = {str(message.get("role")) for message in split
+                     if isinstance(message.get("content"), list) and PLACE in message["content"]}  # fmt: skip
+            raise RequestError(
+                "messages",
+                f"messages holds images in messages of the role {' and '.join(sorted(roles))}, and the model's chat "
+                "template leaves some of them out; give these in a message of the role user",
+            )
         token_ids = self._encode(text, "messages", add_special_tokens=False)
         return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}} if images else token_ids
 

@@ -3,10 +3,11 @@
 An operation inside a library cannot be interrupted from within its process, so it runs in another one::
 
     LimitedProcess ── stdin: one job per line, JSON ──► `serve`: runs them, one after the other
-                   ◄─ stdout: one result per line ────  ends when a limit is hit, or with stdin
+                   ◄─ stdout: an empty line, then ────  ends when a limit is hit, or with stdin
+                      one result per line
 
 The time limit is one of CPU time, which does not depend on the machine's load. The process is started with the first
-job, and again whenever it has ended.
+job or before it, and again whenever it has ended. The empty line says that it has imported what it needs.
 """
 
 import contextlib
@@ -34,6 +35,8 @@ _JobT = TypeVar("_JobT", bound=_Timed)
 
 WALL_SECONDS = 60.0
 """A process that does not answer within this time is killed: it may be stopped, which uses no CPU time."""
+START_SECONDS = 600.0
+"""The same of a process that was started, until it has imported what it needs."""
 
 
 class LimitedProcess:
@@ -58,10 +61,17 @@ class LimitedProcess:
         self._pass_fds = pass_fds
         self._wall_seconds = wall_seconds
         self._is_closed = False
+        self._is_starting = False
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._return_code: int | None = None
+
+    def start(self) -> None:
+        """Start the process unless it runs, and do not wait for it."""
+        with self._lock:
+            if not self._is_closed and not self._is_running():
+                self._start()
 
     def ask(self, job: bytes) -> bytes:
         """The answer to a job; empty if the process died.
@@ -78,6 +88,11 @@ class LimitedProcess:
         another."""
         return not self._is_closed and self._return_code == -signal.SIGKILL
 
+    @property
+    def is_job_at_fault(self) -> bool:
+        """Whether the process that died last was ended by its job: by a limit, or by a crash."""
+        return self._return_code is not None and self._return_code < 0 and self._return_code != -signal.SIGKILL
+
     def shutdown(self) -> None:
         """End the process, even in the middle of a job; none is started again. Idempotent."""
         self._is_closed = True
@@ -88,34 +103,45 @@ class LimitedProcess:
             self._stop()
 
     def _ask(self, job: bytes) -> bytes:
-        if not self._is_closed and (self._process is None or self._process.poll() is not None):
+        if not self._is_closed and not self._is_running():
             self._start()
         if self._is_closed:  # perhaps while it was started
             self._stop()
             return b""
+        if self._is_starting and not self._exchange(b"", START_SECONDS):
+            return b""
+        self._is_starting = False
+        return self._exchange(job + b"\n", self._wall_seconds)
+
+    def _exchange(self, sent: bytes, seconds: float) -> bytes:
+        """The line that the process writes next; empty if it died."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         began_at = time.monotonic()
-        timer = threading.Timer(self._wall_seconds, process.kill)
+        timer = threading.Timer(seconds, process.kill)
         timer.start()
         answer = b""
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(job + b"\n")
+                process.stdin.write(sent)
                 process.stdin.flush()
             answer = process.stdout.readline()
         finally:
             timer.cancel()
             if not answer.endswith(b"\n"):  # dead or interrupted: its answer must not be taken for the next job's
                 self._stop()
-                was_late = time.monotonic() - began_at >= self._wall_seconds
+                was_late = time.monotonic() - began_at >= seconds
                 self._return_code = None if was_late else process.returncode
         return answer if answer.endswith(b"\n") else b""
 
+    def _is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def _start(self) -> None:
         self._stop()
+        self._is_starting = True
         self._process = start_module(self._module, self._arguments, stdout=subprocess.PIPE, pass_fds=self._pass_fds)
         self._end = weakref.finalize(self, _end, self._process)
 
@@ -147,13 +173,18 @@ def serve(job_type: type[_JobT], run: Callable[[_JobT], msgspec.Struct], memory_
     if memory_bytes is not None:
         limit_memory_growth(memory_bytes)
     decoder = msgspec.json.Decoder(job_type)
+    _write(b"\n")
     for line in sys.stdin.buffer:
         job = decoder.decode(line)
         signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal is not handled, and ends the process
         answer = msgspec.json.encode(run(job))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        try:
-            sys.stdout.buffer.write(answer + b"\n")
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:  # the parent has ended
-            os._exit(0)
+        _write(answer + b"\n")
+
+
+def _write(line: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:  # the parent has ended
+        os._exit(0)

@@ -126,7 +126,7 @@ def test_one_process_renders_all_and_ends_with_its_renderer() -> None:
 def test_a_process_that_was_stopped_is_ended(renderer: ChatTemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer.render(PLAIN, Conversation(SAID), {})
     os.kill(pid_of(renderer), signal.SIGSTOP)
-    monkeypatch.setattr(limited_process, "WALL_SECONDS", 0.5)
+    monkeypatch.setattr(renderer, "_wall_seconds", 0.5)
     with pytest.raises(ChatTemplateError):
         renderer.render(PLAIN, Conversation(SAID), {})
     monkeypatch.undo()
@@ -156,16 +156,18 @@ def test_what_a_caller_hears_is_one_line(template: str | None, messages: Any, me
     assert "\n" not in str(raised.value)
 
 
-def test_the_deadline_is_of_one_conversation_and_not_of_the_idleness_between_two(
-    renderer: ChatTemplateRenderer, monkeypatch: pytest.MonkeyPatch
+def test_the_deadline_is_of_one_conversation_and_not_of_imports_or_the_idleness_between_two(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    renderer = ChatTemplateRenderer()
     running: set[object] = set()
+    limits: list[float] = []
 
     class Timer:
         """Never passes; knows whether it would."""
 
         def __init__(self, seconds: float, kill: object) -> None:
-            assert seconds == limited_process.WALL_SECONDS
+            limits.append(seconds)
 
         def start(self) -> None:
             running.add(self)
@@ -180,3 +182,4 @@ def test_the_deadline_is_of_one_conversation_and_not_of_the_idleness_between_two
         assert not running
         pids.add(pid_of(renderer))
     assert len(pids) == 1
+    assert limits == [limited_process.START_SECONDS, *[limited_process.WALL_SECONDS] * 2]

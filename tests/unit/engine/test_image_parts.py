@@ -82,11 +82,17 @@ def test_chats_with_images(picture_checkpoint: Callable[[str], Path]) -> None:
         first, second, plain = llm.chat(turns, params, use_tqdm=False)
         with pytest.raises(RequestError, match="the URL of an image, which the engine does not fetch"):
             llm.chat([user({"type": "image_url", "image_url": {"url": "https://a/b.png"}})], params, use_tqdm=False)
+        tool = {"role": "tool", "content": [TEXT, {"type": "image_url", "image_url": {"url": url}}]}
+        (answered,) = llm.chat([user(TEXT), tool], params, use_tqdm=False)
+        tokenizer = llm._inputs.tokenizer
+        tokenizer.chat_template = tokenizer.get_chat_template().replace("in messages", "in messages[:1]", 1)
+        with pytest.raises(RequestError, match="in messages of the role tool, and the model's chat template leaves"):
+            llm.chat([user(TEXT), tool], params, use_tqdm=False)
     finally:
         llm.shutdown()
     assert first.prompt_token_ids == second.prompt_token_ids
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert len(first.prompt_token_ids) > len(plain.prompt_token_ids)
+    assert len(answered.prompt_token_ids) > len(first.prompt_token_ids) > len(plain.prompt_token_ids)
 
     async def chat() -> list[int]:
         engine = AsyncLLM(EngineConfig.from_settings({"model": str(folder), **settings}))

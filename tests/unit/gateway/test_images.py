@@ -71,6 +71,35 @@ def test_turns_of_one_role_are_joined_with_their_images() -> None:
     assert inputs(request) == ({"messages": [{"role": "user", "content": content}]}, FILES[:1])
 
 
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        (CHAT, {"role": "tool", "tool_call_id": "c", "content": [
+            {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": URLS[0]}}]}),
+        (RESPONSES, {"type": "function_call_output", "call_id": "c", "output": [
+            {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": URLS[0]}]}),
+        (MESSAGES, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [
+            {"type": "text", "text": "a"}, block(CODES[0])]}]}),
+    ],
+)  # fmt: skip
+def test_the_result_of_a_tool_may_have_images(path: str, answer: dict[str, Any]) -> None:
+    said = body(path, [])
+    said["input" if path == RESPONSES else "messages"] = [{"role": "user", "content": "b"}, answer]
+    got, (request,) = ask(path, said)
+    assert got.status == 200
+    content = [{"type": "text", "text": "a"}, {"type": "image"}]
+    result = {"role": "tool", "tool_call_id": "c", "content": content}
+    assert inputs(request) == ({"messages": [{"role": "user", "content": "b"}, result]}, FILES[:1])
+
+
+def test_a_tools_error_with_an_image_says_so() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": [block(CODES[0])]}
+    answer, (request,) = ask(MESSAGES, body(MESSAGES, [result]))
+    assert answer.status == 200
+    content = [{"type": "text", "text": "Error:"}, {"type": "image"}]
+    assert inputs(request) == ({"messages": [{"role": "tool", "tool_call_id": "c", "content": content}]}, FILES[:1])
+
+
 NOT_BASE64, NOT_ALLOWED = "is not base64", "its host is not one of allowed_media_domains (none)"
 BAD_URLS = {
     "data:image/png,iVBORw0KGgo": "is a data: URL without base64",

@@ -261,7 +261,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]: the image is not base64"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document blocks are not offered"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}]}]},
-         "messages[0].content[0].content[0]: image blocks are not offered"),
+         "messages[0].content[0].content[0]: the image is not base64"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "c"}]}]}, "tool_use blocks are not"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id must be"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "input": 5}]}, USER]},

@@ -194,7 +194,7 @@ def used(encoder: ImageEncoder, request: pytest.FixtureRequest) -> Iterator[Imag
     yield encoder
     seed = zlib.crc32(request.node.name.encode())
     assert encoder.encode(image_of(28, 28, seed)).parts
-    assert os.fstat(encoder._memory).st_size == 0
+    assert [os.fstat(memory).st_size for memory in encoder._memories] == [0, 0]
 
 
 def peak_bytes(pid: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from quire_engine.encoders.family import find_family
 from quire_engine.encoders.image_encoder import EncodedImage, ImageEncoder
-from quire_engine.errors import EngineDeadError, RequestError
+from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.system.limited_process import LimitedProcess
 from support.engines import Stream, engine, params, run, until
@@ -77,20 +77,22 @@ def stopped_in_a_job(process: LimitedProcess, encode: Callable[[], Any]) -> Iter
 
 
 @pytest.mark.parametrize("name", ["_processing", "_tower"])
-def test_one_that_is_killed_is_started_again_and_of_two_the_image_fails(
-    name: str, encoder: ImageEncoder, expected: EncodedImage
+def test_one_that_is_killed_is_started_again_and_of_two_the_image_may_be_sent_again(
+    name: str, encoder: ImageEncoder, expected: EncodedImage, caplog: pytest.LogCaptureFixture
 ) -> None:
     process, encode = getattr(encoder, name), partial(encoder.encode, image_of(28, 28))
     with stopped_in_a_job(process, encode) as (pid, future):
         os.kill(pid, signal.SIGKILL)
         assert future.result(60) == expected
+    assert not caplog.messages, "the request went on"
     encoder._cache.clear()
     encoder.take_stats()
     with stopped_in_a_job(process, encode) as (pid, future):
         os.kill(pid, signal.SIGKILL)
         os.kill(pid_of(process, other_than=pid), signal.SIGKILL)
-        with pytest.raises((RequestError, ValueError), match=r"died|crashes"):
+        with pytest.raises(EngineUnavailableError, match="has died"):
             future.result(60)
+    assert [message.partition(":")[0] for message in caplog.messages] == ["an image could not be encoded"]
     assert encode() == expected
     stats = encoder.take_stats()
     assert stats is not None
@@ -119,6 +121,53 @@ def test_threads_share_what_is_encoded(encoder: ImageEncoder, expected: EncodedI
         assert encoder.encode(images[0]) is found[0], "one that is cached does not wait for another"
         assert not future.done()
     encoder._cache.clear()
+
+
+def test_images_are_decoded_beside_the_tower_and_those_of_one_prompt_do_not_go_before_others(
+    encoder: ImageEncoder, expected: EncodedImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    done: list[str] = []
+    submit, ask = encoder._threads.submit, encoder._ask
+
+    def record_submit(function: Any, content: bytes, size: tuple[int, int], digest: bytes) -> Any:
+        widths.append(size[0])
+        return submit(function, content, size, digest)
+
+    def record_ask(process: LimitedProcess, job: Any, what: str) -> Any:
+        answer = ask(process, job, what)
+        done.append(what)
+        return answer
+
+    monkeypatch.setattr(encoder._threads, "submit", record_submit)
+    monkeypatch.setattr(encoder, "_ask", record_ask)
+    place = encoder._family.placeholder_id
+    many = [image_of(30 + number, 28) for number in range(4)]
+    with ThreadPoolExecutor(2) as threads:
+        with stopped_in_a_job(encoder._tower, partial(encoder.insert, [5, *[place] * 4], many)) as (_, first):
+            assert eventually(lambda: done == ["decodes"] * 2), "one beside the tower"
+            other = threads.submit(encoder.insert, [5, place], [image_of(60, 28)])
+            assert eventually(lambda: len(encoder._pending) == 3)
+        together, alone = first.result(60), other.result(60)
+    assert widths == [30, 31, 60, 32, 33]
+    assert done.count("encodes") == 5
+    assert [part.digest for part in together[1]] == [
+        part.digest for image in many for part in encoder.encode(image).parts
+    ]
+    assert alone[1][0].digest == encoder.encode(image_of(60, 28)).parts[0].digest
+    assert encoder._pending == {}
+    encoder._cache.clear()
+
+
+def test_both_start_before_the_first_image_and_end_while_they_load(folder: Path) -> None:
+    family = find_family(folder)
+    assert family is not None
+    encoder = ImageEncoder(folder, family, load_tokenizer(folder), "float32", "cpu", max_images=1)
+    pids = [pid_of(process) for process in (encoder._processing, encoder._tower)]
+    encoder.shutdown()
+    assert all(map(is_gone, pids))
+    with pytest.raises(EngineDeadError, match="shut down"):
+        encoder.encode(image_of(28, 28))
 
 
 def prompt_with(image: Any) -> Any:
@@ -160,7 +209,7 @@ def test_streams_go_on_while_an_image_is_encoded_and_a_client_may_leave(folder: 
         assert sum(len(one.encode_seconds) for one in counted()) >= 2
         os.kill(pid, signal.SIGSTOP)
         dying = Stream(llm, prompt_with(image_of(28, 28, seed=4)), params(max_tokens=3))
-        await until(images._memory_lock.locked)
+        await until(lambda: images._pending)
         await asyncio.to_thread(llm.shutdown)
         with pytest.raises(EngineDeadError, match="shut down"):
             await dying.task
