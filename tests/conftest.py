@@ -113,6 +113,17 @@ def _forked_children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(autouse=True)
+def _environment_as_it_was() -> Iterator[None]:
+    """What a library sets in a test is gone after it: Ray's PYTHONBREAKPOINT would have no later child forked."""
+    before = dict(os.environ)
+    yield
+    for name in {name for name in os.environ if os.environ[name] != before.get(name)} - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+        if name in before:
+            os.environ[name] = before[name]
+
+
 @pytest.fixture
 def started_as_ever(_forked_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test of the start itself: its children are started as a user's are."""
