@@ -44,10 +44,10 @@ STREAMS, STREAM_TOKENS = 16, 96
 READY_BYTES, ZIPF_TOKENS, ZIPF_SLOTS = 2 * 10**9, 16, 8
 
 
-def make_adapter(folder: Path, base: Path, rank: int, seed: int) -> Path:
+def make_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, seed: int) -> Path:
     """Random matrices of all linear layers."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, (outputs, inputs) in adaptable_modules(CheckpointConfig.from_folder(base)).shapes.items():
+    for name, (outputs, inputs) in shapes.items():
         a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
         b = torch.randn(outputs, rank, generator=generator) * 0.01
         tensors[f"base_model.model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16)
@@ -116,10 +116,11 @@ def serve_zipf(
 ) -> dict[str, float]:
     """Serve requests of so many adapters, and the same without; print what loading them took."""
     checkpoint = CheckpointConfig.from_folder(base)
-    each = 2 * rank * sum(map(sum, adaptable_modules(checkpoint).shapes.values()))
+    shapes = adaptable_modules(checkpoint).shapes
+    each = 2 * rank * sum(map(sum, shapes.values()))
     num_ready = min(count, READY_BYTES // each)
     requests = [
-        LoRARequest(str(n), lora_path=str(make_adapter(parent / f"adapter-{n}", base, rank, n))) for n in range(count)
+        LoRARequest(str(n), lora_path=str(make_adapter(parent / f"adapter-{n}", shapes, rank, n))) for n in range(count)
     ]
     numbers = random.Random(1).choices(range(count), [1 / (n + 1) for n in range(count)], k=num_requests)
     llm = LLM(base, **settings, enable_lora=True, max_loras=ZIPF_SLOTS, max_cpu_loras=num_ready, max_lora_rank=rank)
@@ -181,10 +182,12 @@ def main() -> int:
                 arguments.json.write_text(json.dumps(served, indent=1) + "\n")
             return 0
         checkpoint = CheckpointConfig.from_folder(base)
-        vocab_size, shapes = checkpoint.vocab_size, adaptable_modules(checkpoint).shapes.values()
-        share = arguments.rank * sum(map(sum, shapes)) / sum(rows * columns for rows, columns in shapes)
+        vocab_size, shapes = checkpoint.vocab_size, adaptable_modules(checkpoint).shapes
+        share = (
+            arguments.rank * sum(map(sum, shapes.values())) / sum(rows * columns for rows, columns in shapes.values())
+        )
         count = max(arguments.adapters)
-        folders = [make_adapter(parent / f"adapter-{n}", base, arguments.rank, n) for n in range(count + 1)]
+        folders = [make_adapter(parent / f"adapter-{n}", shapes, arguments.rank, n) for n in range(count + 1)]
         of_adapters = {
             "enable_lora": True, "max_loras": count, "max_cpu_loras": count, "max_lora_rank": arguments.rank,
         }  # fmt: skip
