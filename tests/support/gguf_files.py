@@ -20,9 +20,9 @@ __all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
 
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gpt_oss": "gpt-oss", "granite": "granite", "llama": "llama", "ministral3": "mistral3", "mixtral": "llama",
-    "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
+    "gpt_oss": "gpt-oss", "granite": "granite", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "llama": "llama", "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
+    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
 }  # fmt: skip
 """`model_type` → llama.cpp's name."""
 _PERMUTED = ("llama", "granite", "mistral3", "smollm3")
@@ -73,7 +73,7 @@ def write_gguf(
     stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
 
     def name_of(own: str) -> str:
-        own = re.sub(r"model\.(.*)block_sparse_moe\.experts", r"\1feed_forward.experts", own)
+        own = re.sub(r"model\.(.*)(block_sparse_moe|feed_forward)\.experts", r"\1feed_forward.experts", own)
         return names.get_name(own, (".weight", ".bias")) or own
 
     for name, tensor in weights.items():
@@ -129,6 +129,10 @@ def _converted(
         if ".down_proj" in name:
             return [(f"{layer}.mlp.experts.down_proj.{kind}", tensor)]
         return [(f"{layer}.mlp.experts.{one}_proj.{kind}", tensor[:, i::2]) for i, one in enumerate(("gate", "up"))]
+    if name.endswith("conv.conv.weight"):
+        return [(name, tensor.squeeze(1))]
+    if name.endswith("expert_bias"):
+        return [(f"{name}.bias", tensor)]
     if name.endswith(".sinks"):
         return [(f"{name}.weight", tensor)]
     if name.endswith("e_score_correction_bias"):
@@ -143,10 +147,22 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if arch in ("lfm2", "lfm2moe"):
+        kv_heads = config["num_key_value_heads"]
+        writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    else:
+        writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
+    if arch == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    size = config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        multiple, factor = config["block_multiple_of"], config["block_ffn_dim_multiplier"]
+        size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    writer.add_feed_forward_length(size)
+    writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
     if config.get("head_dim") and not latent:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])

@@ -28,7 +28,8 @@ BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values() if num
 """Those of quantised types: numbers and bytes of a block."""
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "llama": "LlamaForCausalLM",
+    "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM", "llama": "LlamaForCausalLM",
     "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM", "qwen3vl": "Qwen3ForCausalLM", "qwen3vlmoe": "Qwen3MoeForCausalLM",
@@ -38,6 +39,7 @@ ARCHITECTURES = {
 INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
 """Architectures whose queries and keys llama.cpp reorders: rows that are rotated together are side by side."""
 GEMMAS = ("gemma2", "gemma3")
+LFMS = ("lfm2", "lfm2moe")
 WHOLE = {"token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm"}
 LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -190,6 +192,8 @@ class Metadata:
             fields["intermediate_size"] = expert_size
         if self.kind == "deepseek2":
             fields |= self._deepseek(num_experts)
+        if self.kind in LFMS:
+            fields |= self._lfm()
         return {**fields, "rope_parameters": self._rope()}
 
     def _architecture(self) -> str:
@@ -247,6 +251,26 @@ class Metadata:
             fields["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
         return fields
 
+    def _lfm(self) -> dict[str, Any]:
+        """A layer without key and value heads is a short convolution."""
+        heads = self._get("attention.head_count_kv")
+        numbers = heads.read() if isinstance(heads, Array) and heads.kind in FORMATS and heads.count < 1 << 16 else []
+        if len(numbers) != self._get("block_count") or not all(type(one) is int for one in numbers):
+            raise CheckpointError(
+                f"{self.path}: {self.kind}.attention.head_count_kv is {brief(heads)}; it must be a number for each layer"
+            )
+        return {
+            "num_key_value_heads": max(numbers) or None,
+            "layer_types": ["full_attention" if number else "conv" for number in numbers],
+            "conv_L_cache": self._get("shortconv.l_cache"),
+            "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in self._stored),
+            "block_auto_adjust_ff_dim": False,  # llama.cpp writes the size that it makes
+            "num_dense_layers": self._get("leading_dense_block_count"),
+            "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in self._stored),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": self._get("expert_weights_scale") or 1.0,
+        }
+
     def _rope(self) -> dict[str, Any]:
         get = self._get
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
@@ -303,7 +327,9 @@ class Metadata:
         whole, _, kind = name.rpartition(".")
         if whole in WHOLE:
             return {f"{WHOLE[whole]}.{kind}": tensor}
-        match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
+        if whole == "token_embd_norm" and self.kind in LFMS:  # what the last norm is called
+            return {f"norm.{kind}": tensor}
+        match = re.fullmatch(r"blk\.(\d{1,5})\.([\w.]+)\.(weight|bias)", name)
         if match is None:
             return {name: tensor}
         layer, part = f"layers.{int(match[1])}", match[2]
@@ -326,6 +352,17 @@ class Metadata:
                 return {f"{layer}.mlp.choice_bias.weight": tensor}
             case "ffn_gate_inp_shexp", "weight" if len(tensor.shape) == 1:
                 return {f"{layer}.mlp.shared_expert_gate.weight": dataclasses.replace(tensor, shape=(1, *tensor.shape))}
+            case "attn_norm" | "ffn_norm", "weight" if self.kind in LFMS:
+                return {f"{layer}.{'operator' if part == 'attn_norm' else 'ffn'}_norm.weight": tensor}
+            case "shortconv.conv", "weight" if len(tensor.shape) == 2:
+                shape = tensor.shape[0], 1, tensor.shape[1]
+                return {f"{layer}.mixer.conv.weight": dataclasses.replace(tensor, shape=shape)}
+            case "shortconv.conv", "bias":
+                return {f"{layer}.mixer.conv.bias": tensor}
+            case "shortconv.in_proj", _:
+                return _split(tensor, {f"{layer}.mixer.{one}_proj.{kind}": 1 for one in "bcx"})
+            case "shortconv.out_proj", _:
+                return {f"{layer}.mixer.out_proj.{kind}": tensor}
             case "ffn_norm", "weight" if self.kind in GEMMAS:
                 return {f"{layer}.pre_feedforward_layernorm.weight": tensor}
         return {f"{layer}.{LAYER[part]}.{kind}" if part in LAYER else name: tensor}

@@ -61,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "deepseek-v2": {},
     "deepseek-v3": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "lfm2": {},
+    "lfm2-moe": {},
 }  # fmt: skip
 """Checkpoints of the oracle, without what no GGUF file can say."""
 
@@ -204,13 +206,14 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
                        "up_proj.weight": "Q5_K"}),
         ("qwen3-moe", {"experts.0.gate_proj.weight": "Q4_K", **{f"{n}.{one}_proj.weight": "Q4_K" for n in range(9)
                                                                  for one in ("gate", "up", "down")}}),
+        ("lfm2-moe", {"proj.weight": "Q8_0", "w1.weight": "Q4_0", "w3.weight": "Q4_0", "w2.weight": "Q8_0"}),
     ],
-    ids=["uniform", "mixed", "mixed-untied", "biased", "experts"],
+    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions"],
 )  # fmt: skip
 def test_quantised_weights_are_the_numbers_that_they_stand_for(
     name: str, kinds: dict[str, str], make: Callable[..., Path], tmp_path: Path
 ) -> None:
-    sizes = {**SIZES, "moe_intermediate_size": 256} if name == "qwen3-moe" else SIZES
+    sizes = {**SIZES, "moe_intermediate_size": 256} if name.endswith("-moe") else SIZES
     folder, file = make(name, **sizes), tmp_path / "model.gguf"
     plain = write_plain(tmp_path / "plain", folder, write_gguf(folder, file, kinds))
     config, theirs = CheckpointConfig.from_folder(file), CheckpointConfig.from_folder(plain)
@@ -220,7 +223,7 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(
     torch.testing.assert_close(one.embed(tokens), other.embed(tokens), rtol=0.02, atol=0.002)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
     for own, theirs_layer in zip(one.layers.values(), other.layers.values(), strict=True):
-        for path in ("self_attn.qkv_proj", "mlp"):
+        for path in ("self_attn.qkv_proj" if own.mixer is None else "mixer.in_proj", "mlp"):
             results = [layer.get_submodule(path)(x) for layer in (own, theirs_layer)]
             assert (results[0] - results[1]).norm() < 0.03 * results[1].norm()
     logits = [model.compute_logits(x) for model in (one, other)]
