@@ -137,8 +137,12 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
             return self._joined_heads(tensor)[inside]
         matrix = tensor.matrix if matrix is None else matrix
         whole = self._whole(tensor.name)
-        whole = whole.view(tensor.shape) if matrix is None and whole.dim() < len(tensor.shape) else whole
-        whole = whole if matrix is None else whole[matrix]
+        if matrix is not None:
+            whole = whole[matrix]
+        elif whole.dim() != len(tensor.shape):
+            whole = whole.reshape(-1, *tensor.shape[1:])
+        if tensor.name.endswith(".ssm_a"):  # llama.cpp has the decay itself
+            return whole.neg().log()[inside]
         heads = self._metadata.interleaved_heads(tensor.name)
         if heads is None:
             return whole[inside]

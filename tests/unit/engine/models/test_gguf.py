@@ -61,6 +61,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "deepseek-v2": {},
     "deepseek-v3": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "granite-moe": {},
+    "granite-moe-shared": {},
+    "granite-hybrid": {"mamba_n_groups": 2},
     "lfm2": {},
     "lfm2-moe": {},
 }  # fmt: skip
@@ -131,6 +134,13 @@ def test_an_architecture_generates_what_it_does_from_safetensors(
     assert [getattr(ours, one) for one in same] == [getattr(theirs, one) for one in same]
 
 
+def test_a_hybrid_of_attention_alone_is_written_as_granite(make: Callable[..., Path], tmp_path: Path) -> None:
+    folder, file = make("granite-hybrid-dense", intermediate_size=100), tmp_path / "model.gguf"
+    write_gguf(folder, file)
+    assert CheckpointConfig.from_folder(file).architecture == "GraniteForCausalLM"
+    assert_same(outputs_of(file), outputs_of(folder))
+
+
 def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], tmp_path: Path) -> None:
     folder, file = make("deepseek-v2"), tmp_path / "model.gguf"
     write_gguf(folder, file, latent_split=False)
@@ -139,7 +149,7 @@ def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], t
 
 
 def test_ranks_have_slices_of_permuted_and_stacked_tensors(make: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("tied-gqa", "qwen3-moe"):
+    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid"):
         folder, file = make(name), tmp_path / f"{name}.gguf"
         write_gguf(folder, file)
         assert_same(outputs_of(file, tensor_parallel_size=2), outputs_of(folder))
@@ -207,13 +217,16 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         ("qwen3-moe", {"experts.0.gate_proj.weight": "Q4_K", **{f"{n}.{one}_proj.weight": "Q4_K" for n in range(9)
                                                                  for one in ("gate", "up", "down")}}),
         ("lfm2-moe", {"proj.weight": "Q8_0", "w1.weight": "Q4_0", "w3.weight": "Q4_0", "w2.weight": "Q8_0"}),
+        ("granite-hybrid", {"in_proj.weight": "Q5_0", "q_proj.weight": "Q4_K", "k_proj.weight": "Q6_K",
+                            "shared_mlp.input_linear.weight": "Q4_K"}),
     ],
-    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions"],
+    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba"],
 )  # fmt: skip
 def test_quantised_weights_are_the_numbers_that_they_stand_for(
     name: str, kinds: dict[str, str], make: Callable[..., Path], tmp_path: Path
 ) -> None:
     sizes = {**SIZES, "moe_intermediate_size": 256} if name.endswith("-moe") else SIZES
+    sizes = {**SIZES, "mamba_n_heads": 8, "mamba_d_head": 64} if name == "granite-hybrid" else sizes
     folder, file = make(name, **sizes), tmp_path / "model.gguf"
     plain = write_plain(tmp_path / "plain", folder, write_gguf(folder, file, kinds))
     config, theirs = CheckpointConfig.from_folder(file), CheckpointConfig.from_folder(plain)
@@ -448,6 +461,8 @@ LLAMA = {
     "general.architecture": string("llama"), "llama.block_count": u32(1), "llama.embedding_length": u32(32),
     "llama.attention.head_count": u32(2), "llama.feed_forward_length": u32(32), "llama.context_length": u32(64),
 }  # fmt: skip
+LFM2 = {"general.architecture": string("lfm2"), **{key.replace("llama.", "lfm2."): one for key, one in LLAMA.items()
+                                                   if key.startswith("llama.")}}  # fmt: skip
 HEADS = "llama.attention.head_count"
 ONE = [tensor("token_embd.weight", [32, 4])]
 DATA = bytes(4 * 32 * 4)
@@ -504,6 +519,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "10,000 layers": (gguf_file({**LLAMA, "llama.block_count": u32(10_000)}, ONE, DATA), "there is no tokenizer"),
     "heads of letters": (gguf_file({**LLAMA, HEADS: string("two")}, ONE, DATA), "head_count is 'two'"),
     "2^32 heads": (gguf_file({**LLAMA, HEADS: u32(0xFFFFFFFF)}, ONE, DATA), "head_count is 42"),
+    "no heads of keys": (gguf_file(LFM2, ONE, DATA), "head_count_kv is None; it must be a number for each layer"),
+    "heads of keys of other layers": (
+        gguf_file({**LFM2, "lfm2.attention.head_count_kv": array(U32, 2, bytes(8))}, ONE, DATA), "an array of 2; it"
+    ),
     "a scaling that there is not": (
         gguf_file({**LLAMA, "llama.rope.scaling.type": string("magic")}, ONE, DATA), "scaling.type is 'magic'"
     ),
