@@ -23,7 +23,8 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss", "granite": "granite", "granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid",
     "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "llama": "llama",
     "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
-    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
+    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
+    "smollm3": "smollm3",
 }  # fmt: skip
 """`model_type` → llama.cpp's name."""
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
@@ -122,7 +123,8 @@ def _converted(
     part = name.split(".")[-2]
     if part in heads and arch in _PERMUTED:
         return [(name, tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2))]
-    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    has_offset = arch in ("gemma2", "gemma3", "qwen3next") and not name.endswith("linear_attn.norm.weight")
+    if has_offset and name.endswith("norm.weight"):
         return [(name, tensor + 1)]
     if part == "kv_b_proj" and latent_split:
         nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -145,6 +147,13 @@ def _converted(
         return [(name.replace("dt_bias", "dt_proj.bias"), tensor)]
     if name.endswith("mamba.norm.weight"):
         return [(name, tensor.view(config["mamba_n_groups"], -1))]
+    if part == "in_proj_qkvz":
+        keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        values *= config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        by_head = tensor.unflatten(0, (config["linear_num_key_heads"], -1))
+        kinds = [one.flatten(0, 1) for one in by_head.split([keys, keys, values, values], dim=1)]
+        place = name.partition("in_proj")[0]
+        return [(f"{place}in_proj_qkv.weight", torch.cat(kinds[:3])), (f"{place}in_proj_z.weight", kinds[3])]
     if name.endswith("_linear.weight"):  # Granite's
         place = name.rpartition("_linear")[0].replace("block_sparse_moe", "mlp.experts")
         is_alone = not config.get("num_local_experts")
@@ -182,6 +191,13 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str)
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
         writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
         writer.add_rope_scaling_finetuned(False)
+    if arch == "qwen3next":
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     if arch in ("lfm2", "lfm2moe"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     if arch == "lfm2moe":

@@ -143,7 +143,9 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
             whole = whole.reshape(-1, *tensor.shape[1:])
         if tensor.name.endswith(".ssm_a"):  # llama.cpp has the decay itself
             return whole.neg().log()[inside]
-        heads = self._metadata.interleaved_heads(tensor.name)
+        heads, key_heads = self._metadata.interleaved_heads(tensor.name), self._metadata.key_heads(tensor.name)
+        if key_heads is not None:
+            return whole.view(key_heads, 2, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)[inside]
         if heads is None:
             return whole[inside]
         # llama.cpp has the rows that are rotated together side by side; here one is in each half of a head.

@@ -29,21 +29,20 @@ BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values() if num
 """Those of quantised types: numbers and bytes of a block."""
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM",
-    "granitehybrid": "GraniteMoeHybridForCausalLM", "granitemoe": "GraniteMoeForCausalLM", "lfm2": "Lfm2ForCausalLM",
-    "lfm2moe": "Lfm2MoeForCausalLM", "llama": "LlamaForCausalLM",
-    "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM", "qwen3vl": "Qwen3ForCausalLM", "qwen3vlmoe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM", "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
+    "llama": "LlamaForCausalLM", "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "qwen3next": "Qwen3NextForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM", "qwen3vlmoe": "Qwen3MoeForCausalLM", "smollm3": "SmolLM3ForCausalLM",
 }  # fmt: skip
 """llama.cpp's name → transformers'; see `_architecture`."""
 INTERLEAVED = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 """Architectures whose queries and keys llama.cpp reorders: rows that are rotated together are side by side."""
 GEMMAS = ("gemma2", "gemma3")
 LFMS = ("lfm2", "lfm2moe")
-RECURRENT = {"granitehybrid": "mamba"}
-"""Architectures with states of `ssm_` tensors, and what the module is called in transformers."""
+RECURRENT = {"granitehybrid": "mamba", "qwen3next": "linear_attn"}
+"""Architectures with `ssm_` tensors, and what transformers calls the module that they are of."""
 WHOLE = {"token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm"}
 LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -183,7 +182,7 @@ class Metadata:
                 ("shared_expert_intermediate_size", "shared_intermediate_size"),
                 get("expert_shared_feed_forward_length"),
             ),
-            "norm_topk_prob": self.kind in ("qwen3moe", "qwen3vlmoe"),
+            "norm_topk_prob": self.kind in ("qwen3moe", "qwen3next", "qwen3vlmoe"),
             # Granite's
             "attention_multiplier": get("attention.scale"),
             "embedding_multiplier": get("embedding_scale"),
@@ -203,6 +202,8 @@ class Metadata:
             fields |= self._lfm()
         if self.kind == "granitehybrid":
             fields |= self._granite_hybrid(num_experts)
+        if self.kind == "qwen3next":
+            fields |= self._qwen3_next()
         return {**fields, "rope_parameters": self._rope()}
 
     def _architecture(self) -> str:
@@ -309,6 +310,18 @@ class Metadata:
             fields["shared_intermediate_size"] = get("feed_forward_length")
         return fields
 
+    def _qwen3_next(self) -> dict[str, Any]:
+        num_heads = self._size("ssm.time_step_rank")
+        return {
+            "full_attention_interval": self._get("full_attention_interval"),
+            "linear_conv_kernel_dim": self._get("ssm.conv_kernel"),
+            "linear_num_key_heads": self._get("ssm.group_count"),
+            "linear_num_value_heads": num_heads,
+            "linear_key_head_dim": self._get("ssm.state_size"),
+            "linear_value_head_dim": self._size("ssm.inner_size") // num_heads,
+            "linear_by_key_head": False,
+        }
+
     def _rope(self) -> dict[str, Any]:
         get = self._get
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
@@ -351,6 +364,10 @@ class Metadata:
             return max(self._kv_heads)
         return self._size("attention.head_count" if part == ["attn_q"] else "attention.head_count_kv")
 
+    def key_heads(self, name: str) -> int | None:
+        """The number of heads of keys of each of which a tensor has a part of two kinds; None for other tensors."""
+        return self._size("ssm.group_count") if name.endswith(".ssm_ba.weight") else None
+
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors by their names here, with single projections and experts instead of fused and stacked ones."""
         tensors: dict[str, StoredTensor] = {}
@@ -373,7 +390,7 @@ class Metadata:
         if match is None:
             return {name: tensor}
         layer, part = f"layers.{int(match[1])}", match[2] or match[3]
-        if self.kind in RECURRENT and part.startswith("ssm_"):
+        if self.kind in RECURRENT and part.startswith(("ssm_", "attn_qkv", "attn_gate")):
             return self._state_parts(layer, part, kind, tensor)
         if part in EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             return self._experts(f"{layer}.mlp.experts", kind, EXPERTS[part], tensor)
@@ -425,7 +442,15 @@ class Metadata:
                 return {f"{module}.norm.weight": dataclasses.replace(tensor, shape=(math.prod(tensor.shape),))}
             case "ssm_out", _:
                 return {f"{layer}.mixer.out_proj.{kind}": tensor}
-            case "ssm_in", _:
+            case "attn_qkv", "weight":
+                keys = self._size("ssm.group_count") * self._size("ssm.state_size")
+                sizes = {"q": keys, "k": keys, "v": self._size("ssm.inner_size")}
+                return _split(tensor, {f"{layer}.mixer.{one}_proj.weight": own for one, own in sizes.items()})
+            case "attn_gate", "weight":
+                return {f"{layer}.mixer.z_proj.weight": tensor}
+            case "ssm_ba", "weight":
+                return _split(tensor, {f"{layer}.mixer.{one}_proj.weight": 1 for one in "ba"})
+            case "ssm_in", _ if self.kind == "granitehybrid":
                 size, heads = self._size("ssm.inner_size"), self._size("ssm.time_step_rank")
                 group_size = self._size("ssm.group_count") * self._size("ssm.state_size")
                 sizes = {"z": size, "x": size, "b": group_size, "c": group_size, "dt": heads}

@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {},
     "qwen3-moe": {},
+    "qwen3-next": {"mlp_only_layers": []},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "num_hidden_layers": 7},
     "phi3": {},
@@ -149,8 +150,8 @@ def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], t
 
 
 def test_ranks_have_slices_of_permuted_and_stacked_tensors(make: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid"):
-        folder, file = make(name), tmp_path / f"{name}.gguf"
+    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next"):
+        folder, file = make(name, **FAMILIES[name]), tmp_path / f"{name}.gguf"
         write_gguf(folder, file)
         assert_same(outputs_of(file, tensor_parallel_size=2), outputs_of(folder))
 
@@ -204,6 +205,12 @@ MIXED = {
     "1.mlp.gate_proj.weight": "Q3_K", "1.mlp.up_proj.weight": "F16", "down_proj.weight": "IQ4_XS",
 }  # fmt: skip
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "granite-hybrid": {"mamba_n_heads": 8, "mamba_d_head": 64},
+    "lfm2-moe": {"moe_intermediate_size": 256},
+    "qwen3-moe": {"moe_intermediate_size": 256},
+    "qwen3-next": FAMILIES["qwen3-next"],
+}
 
 
 @pytest.mark.parametrize(
@@ -219,15 +226,14 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         ("lfm2-moe", {"proj.weight": "Q8_0", "w1.weight": "Q4_0", "w3.weight": "Q4_0", "w2.weight": "Q8_0"}),
         ("granite-hybrid", {"in_proj.weight": "Q5_0", "q_proj.weight": "Q4_K", "k_proj.weight": "Q6_K",
                             "shared_mlp.input_linear.weight": "Q4_K"}),
+        ("qwen3-next", {"in_proj_qkvz.weight": "Q4_K", "in_proj_ba.weight": "Q8_0", "k_proj.weight": "Q6_K"}),
     ],
-    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba"],
+    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba", "delta"],
 )  # fmt: skip
 def test_quantised_weights_are_the_numbers_that_they_stand_for(
     name: str, kinds: dict[str, str], make: Callable[..., Path], tmp_path: Path
 ) -> None:
-    sizes = {**SIZES, "moe_intermediate_size": 256} if name.endswith("-moe") else SIZES
-    sizes = {**SIZES, "mamba_n_heads": 8, "mamba_d_head": 64} if name == "granite-hybrid" else sizes
-    folder, file = make(name, **sizes), tmp_path / "model.gguf"
+    folder, file = make(name, **{**SIZES, **OTHER_SIZES.get(name, {})}), tmp_path / "model.gguf"
     plain = write_plain(tmp_path / "plain", folder, write_gguf(folder, file, kinds))
     config, theirs = CheckpointConfig.from_folder(file), CheckpointConfig.from_folder(plain)
     assert len(config.weight_format.types) > 3
@@ -236,7 +242,8 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(
     torch.testing.assert_close(one.embed(tokens), other.embed(tokens), rtol=0.02, atol=0.002)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
     for own, theirs_layer in zip(one.layers.values(), other.layers.values(), strict=True):
-        for path in ("self_attn.qkv_proj" if own.mixer is None else "mixer.in_proj", "mlp"):
+        names = [name for name, _ in own.named_modules()]
+        for path in {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mlp"}.intersection(names):
             results = [layer.get_submodule(path)(x) for layer in (own, theirs_layer)]
             assert (results[0] - results[1]).norm() < 0.03 * results[1].norm()
     logits = [model.compute_logits(x) for model in (one, other)]
