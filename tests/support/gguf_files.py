@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 __all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
 
 ARCHITECTURES = {
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gpt_oss": "gpt-oss", "granite": "granite", "granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid",
-    "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "llama": "llama",
+    "bamba": "granitehybrid", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "granite": "granite", "granitemoe": "granitemoe",
+    "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "llama": "llama",
     "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
     "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
     "smollm3": "smollm3",
@@ -65,6 +65,10 @@ def write_gguf(
         The tensors of the checkpoint as the file has them, by their names there: those that are quantised, dequantised.
     """
     config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "bamba":
+        config["layer_types"] = ["mamba"] * config["num_hidden_layers"]
+        for i in config["attn_layer_indices"]:
+            config["layer_types"][i] = "attention"
     arch = ARCHITECTURES[config["model_type"]]
     if arch == "granitehybrid" and not _RECURRENT.intersection(config["layer_types"]):
         arch = "granitemoe" if config["num_local_experts"] else "granite"
@@ -190,7 +194,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str)
         writer.add_ssm_group_count(config["mamba_n_groups"])
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
         writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
-        writer.add_rope_scaling_finetuned(False)
+        writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
     if arch == "qwen3next":
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])

@@ -152,7 +152,7 @@ class Metadata:
             raise CheckpointError(f"{self.path}: there is no tensor token_embd.weight; is it a part of a model?")
         get = self._get
         num_experts, expert_size = get("expert_count") or None, get("expert_feed_forward_length")
-        has_bias, extra = self._has("blk.0.attn_q.bias"), get("nextn_predict_layers", 0)
+        has_bias, extra = self._any(".attn_q.bias"), get("nextn_predict_layers", 0)
         num_layers = get("block_count")
         fields = {
             "architectures": [self._architecture()],
@@ -308,6 +308,9 @@ class Metadata:
         }
         if not num_experts:
             fields["shared_intermediate_size"] = get("feed_forward_length")
+        if not get("attention.scale"):  # Bamba's files have none
+            size = get("attention.key_length") or self._size("embedding_length") // self._size("attention.head_count")
+            fields["attention_multiplier"] = size**-0.5
         return fields
 
     def _qwen3_next(self) -> dict[str, Any]:
@@ -493,7 +496,13 @@ class Metadata:
 
 def _split(tensor: StoredTensor, parts: Mapping[str, int]) -> dict[str, StoredTensor]:
     """Parts of a tensor, one after the other, by their names and their shares of its rows."""
-    unit, first, found = tensor.shape[0] // sum(parts.values()), 0, {}
+    unit, rest = divmod(tensor.shape[0], sum(parts.values()))
+    if rest:
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} has {tensor.shape[0]} rows; "
+            f"its metadata asks for parts of {[*parts.values()]}"
+        )
+    first, found = 0, {}
     for name, share in parts.items():
         found[name] = dataclasses.replace(
             tensor, shape=(share * unit, *tensor.shape[1:]), first_row=first,

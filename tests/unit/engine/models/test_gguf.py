@@ -135,10 +135,19 @@ def test_an_architecture_generates_what_it_does_from_safetensors(
     assert [getattr(ours, one) for one in same] == [getattr(theirs, one) for one in same]
 
 
-def test_a_hybrid_of_attention_alone_is_written_as_granite(make: Callable[..., Path], tmp_path: Path) -> None:
-    folder, file = make("granite-hybrid-dense", intermediate_size=100), tmp_path / "model.gguf"
+@pytest.mark.parametrize(
+    ("name", "changes", "architecture"),
+    [
+        ("granite-hybrid-dense", {"intermediate_size": 100}, "GraniteForCausalLM"),
+        ("bamba", {}, "GraniteMoeHybridForCausalLM"),
+    ],
+)
+def test_a_hybrid_may_be_written_as_another_architecture(
+    name: str, changes: dict[str, Any], architecture: str, make: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, file = make(name, **changes), tmp_path / "model.gguf"
     write_gguf(folder, file)
-    assert CheckpointConfig.from_folder(file).architecture == "GraniteForCausalLM"
+    assert CheckpointConfig.from_folder(file).architecture == architecture
     assert_same(outputs_of(file), outputs_of(folder))
 
 
@@ -529,6 +538,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no heads of keys": (gguf_file(LFM2, ONE, DATA), "head_count_kv is None; it must be a number for each layer"),
     "heads of keys of other layers": (
         gguf_file({**LFM2, "lfm2.attention.head_count_kv": array(U32, 2, bytes(8))}, ONE, DATA), "an array of 2; it"
+    ),
+    "rows of no part": (
+        gguf_file({"general.architecture": string("qwen3next"), "qwen3next.ssm.time_step_rank": u32(1),
+                   "qwen3next.ssm.inner_size": u32(1), "qwen3next.embedding_length": u32(32),
+                   "qwen3next.attention.head_count": u32(2)},
+                  [tensor("token_embd.weight", [32, 4]), tensor("blk.0.ssm_ba.weight", [32, 3], 0, 512)], bytes(1024)),
+        r"blk\.0\.ssm_ba\.weight has 3 rows; its metadata asks for parts of \[1, 1\]",
     ),
     "a scaling that there is not": (
         gguf_file({**LLAMA, "llama.rope.scaling.type": string("magic")}, ONE, DATA), "scaling.type is 'magic'"
