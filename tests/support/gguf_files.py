@@ -21,8 +21,8 @@ __all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
 ARCHITECTURES = {
     "bamba": "granitehybrid", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "granite": "granite", "granitemoe": "granitemoe",
-    "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "llama": "llama",
-    "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
+    "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "llama": "llama", "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
     "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
     "smollm3": "smollm3",
 }  # fmt: skip
