@@ -19,13 +19,17 @@ from safetensors.torch import load_file
 __all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
 
 ARCHITECTURES = {
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gpt_oss": "gpt-oss", "granite": "granite", "llama": "llama", "ministral3": "mistral3", "mixtral": "llama",
-    "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
+    "bamba": "granitehybrid", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "granite": "granite", "granitemoe": "granitemoe",
+    "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "llama": "llama", "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
+    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
+    "smollm3": "smollm3",
 }  # fmt: skip
 """`model_type` → llama.cpp's name."""
-_PERMUTED = ("llama", "granite", "mistral3", "smollm3")
+_PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
+_RECURRENT = {"conv", "linear_attention", "mamba"}
+"""Kinds of layers."""
 _SCALES = {  # where each type has numbers in float16
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
@@ -61,10 +65,17 @@ def write_gguf(
         The tensors of the checkpoint as the file has them, by their names there: those that are quantised, dequantised.
     """
     config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "bamba":
+        config["layer_types"] = ["mamba"] * config["num_hidden_layers"]
+        for i in config["attn_layer_indices"]:
+            config["layer_types"][i] = "attention"
     arch = ARCHITECTURES[config["model_type"]]
+    if arch == "granitehybrid" and not _RECURRENT.intersection(config["layer_types"]):
+        arch = "granitemoe" if config["num_local_experts"] else "granite"
     writer = gguf.GGUFWriter(str(file), arch, split_max_tensors=split)
     _write_config(writer, config, arch)
-    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    split_name = "lfm2" if arch.startswith("lfm2") else "gpt-2"
+    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), split_name)
     names = gguf.get_tensor_name_map(
         next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config["num_hidden_layers"]
     )
@@ -73,7 +84,7 @@ def write_gguf(
     stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
 
     def name_of(own: str) -> str:
-        own = re.sub(r"model\.(.*)block_sparse_moe\.experts", r"\1feed_forward.experts", own)
+        own = re.sub(r"model\.(.*)(block_sparse_moe|feed_forward)\.experts", r"\1feed_forward.experts", own)
         return names.get_name(own, (".weight", ".bias")) or own
 
     for name, tensor in weights.items():
@@ -116,7 +127,8 @@ def _converted(
     part = name.split(".")[-2]
     if part in heads and arch in _PERMUTED:
         return [(name, tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2))]
-    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    has_offset = arch in ("gemma2", "gemma3", "qwen3next") and not name.endswith("linear_attn.norm.weight")
+    if has_offset and name.endswith("norm.weight"):
         return [(name, tensor + 1)]
     if part == "kv_b_proj" and latent_split:
         nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -129,6 +141,33 @@ def _converted(
         if ".down_proj" in name:
             return [(f"{layer}.mlp.experts.down_proj.{kind}", tensor)]
         return [(f"{layer}.mlp.experts.{one}_proj.{kind}", tensor[:, i::2]) for i, one in enumerate(("gate", "up"))]
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        return [(name, tensor.squeeze(1))]
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if arch == "granitehybrid" and name.endswith((".A_log", ".D")):
+        return [(name, tensor[:, None])]
+    if name.endswith("dt_bias"):
+        return [(name.replace("dt_bias", "dt_proj.bias"), tensor)]
+    if name.endswith("mamba.norm.weight"):
+        return [(name, tensor.view(config["mamba_n_groups"], -1))]
+    if part == "in_proj_qkvz":
+        keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        values *= config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        by_head = tensor.unflatten(0, (config["linear_num_key_heads"], -1))
+        kinds = [one.flatten(0, 1) for one in by_head.split([keys, keys, values, values], dim=1)]
+        place = name.partition("in_proj")[0]
+        return [(f"{place}in_proj_qkv.weight", torch.cat(kinds[:3])), (f"{place}in_proj_z.weight", kinds[3])]
+    if name.endswith("_linear.weight"):  # Granite's
+        place = name.rpartition("_linear")[0].replace("block_sparse_moe", "mlp.experts")
+        is_alone = not config.get("num_local_experts")
+        place = place.replace("shared_mlp", "mlp" if is_alone else "mlp.shared_expert")
+        place, _, side = place.rpartition(".")
+        parts = ("gate_proj", "up_proj") if side == "input" else ("down_proj",)
+        pieces = tensor.chunk(len(parts), dim=-2)
+        return [(f"{place}.{part}.weight", piece) for part, piece in zip(parts, pieces, strict=True)]
+    if name.endswith("expert_bias"):
+        return [(f"{name}.bias", tensor)]
     if name.endswith(".sinks"):
         return [(f"{name}.weight", tensor)]
     if name.endswith("e_score_correction_bias"):
@@ -140,13 +179,40 @@ def _converted(
 
 def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -> None:
     heads, latent = config["num_attention_heads"], arch == "deepseek2"
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(1 << 20 if arch == "granitehybrid" else config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if arch in ("granitehybrid", "lfm2", "lfm2moe"):
+        kv_heads = config["num_key_value_heads"]
+        writer.add_head_count_kv([0 if kind in _RECURRENT else kv_heads for kind in config["layer_types"]])
+    else:
+        writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
+    if arch == "granitehybrid":
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+        writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
+    if arch == "qwen3next":
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if arch in ("lfm2", "lfm2moe"):
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if arch == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    size = config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        multiple, factor = config["block_multiple_of"], config["block_ffn_dim_multiplier"]
+        size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    writer.add_feed_forward_length(size)
+    writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
     if config.get("head_dim") and not latent:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -155,6 +221,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str)
         ("num_experts_per_tok", writer.add_expert_used_count), ("sliding_window", writer.add_sliding_window),
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
         ("attention_multiplier", writer.add_attention_scale), ("embedding_multiplier", writer.add_embedding_scale),
@@ -223,11 +290,11 @@ def _write_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -
         writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / factor + smooth)).float().numpy())
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any], split_name: str) -> None:
     model, special = tokenizer["model"], {one["id"] for one in tokenizer["added_tokens"] if one["special"]}
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split_name)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if i in special else 1 for i in range(len(tokens))])
     writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in model["merges"]])

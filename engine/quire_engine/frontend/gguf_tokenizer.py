@@ -18,14 +18,14 @@ _DIGITS = r"\p{N}"
 SPLITS = {
     **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "phi-2", "granite-docling"), (GPT_2,)),
     **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), (_DIGITS, GPT_2)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (LLAMA_3,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral", "dbrx", "smaug-bpe"), (LLAMA_3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN_2,)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (GPT_4O,)),
     "tekken": (TEKKEN,),
     "deepseek-v3": DEEPSEEK_V3,
 }
 """`tokenizer.ggml.pre` → the regular expressions that split a text, one after the other."""
-WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral", "tekken")
 """Those of `SPLITS` that add a first token unless the metadata decide it; words that are tokens are not merged."""
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type`."""

@@ -137,9 +137,15 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
             return self._joined_heads(tensor)[inside]
         matrix = tensor.matrix if matrix is None else matrix
         whole = self._whole(tensor.name)
-        whole = whole.view(tensor.shape) if matrix is None and whole.dim() < len(tensor.shape) else whole
-        whole = whole if matrix is None else whole[matrix]
-        heads = self._metadata.interleaved_heads(tensor.name)
+        if matrix is not None:
+            whole = whole[matrix]
+        elif whole.dim() != len(tensor.shape):
+            whole = whole.reshape(-1, *tensor.shape[1:])
+        if tensor.name.endswith(".ssm_a"):  # llama.cpp has the decay itself
+            return whole.neg().log()[inside]
+        heads, key_heads = self._metadata.interleaved_heads(tensor.name), self._metadata.key_heads(tensor.name)
+        if key_heads is not None:
+            return whole.view(key_heads, 2, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)[inside]
         if heads is None:
             return whole[inside]
         # llama.cpp has the rows that are rotated together side by side; here one is in each half of a head.

@@ -6,6 +6,7 @@ conversion changes some tensors: `GgufReader` changes them back.
 
 import dataclasses
 import functools
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -28,16 +29,20 @@ BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values() if num
 """Those of quantised types: numbers and bytes of a block."""
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "llama": "LlamaForCausalLM",
-    "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM", "qwen3vl": "Qwen3ForCausalLM", "qwen3vlmoe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM", "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
+    "llama": "LlamaForCausalLM", "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "qwen3next": "Qwen3NextForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM", "qwen3vlmoe": "Qwen3MoeForCausalLM", "smollm3": "SmolLM3ForCausalLM",
 }  # fmt: skip
 """llama.cpp's name → transformers'; see `_architecture`."""
-INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
+INTERLEAVED = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 """Architectures whose queries and keys llama.cpp reorders: rows that are rotated together are side by side."""
 GEMMAS = ("gemma2", "gemma3")
+LFMS = ("lfm2", "lfm2moe")
+RECURRENT = {"granitehybrid": "mamba", "qwen3next": "linear_attn"}
+"""Architectures with `ssm_` tensors, and what transformers calls the module that they are of."""
 WHOLE = {"token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm"}
 LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -147,7 +152,7 @@ class Metadata:
             raise CheckpointError(f"{self.path}: there is no tensor token_embd.weight; is it a part of a model?")
         get = self._get
         num_experts, expert_size = get("expert_count") or None, get("expert_feed_forward_length")
-        has_bias, extra = self._has("blk.0.attn_q.bias"), get("nextn_predict_layers", 0)
+        has_bias, extra = self._any(".attn_q.bias"), get("nextn_predict_layers", 0)
         num_layers = get("block_count")
         fields = {
             "architectures": [self._architecture()],
@@ -173,8 +178,11 @@ class Metadata:
             **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), num_experts),
             "num_experts_per_tok": get("expert_used_count"),
             "moe_intermediate_size": expert_size,
-            "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
-            "norm_topk_prob": self.kind in ("qwen3moe", "qwen3vlmoe"),
+            **dict.fromkeys(
+                ("shared_expert_intermediate_size", "shared_intermediate_size"),
+                get("expert_shared_feed_forward_length"),
+            ),
+            "norm_topk_prob": self.kind in ("qwen3moe", "qwen3next", "qwen3vlmoe"),
             # Granite's
             "attention_multiplier": get("attention.scale"),
             "embedding_multiplier": get("embedding_scale"),
@@ -190,6 +198,12 @@ class Metadata:
             fields["intermediate_size"] = expert_size
         if self.kind == "deepseek2":
             fields |= self._deepseek(num_experts)
+        if self.kind in LFMS:
+            fields |= self._lfm()
+        if self.kind == "granitehybrid":
+            fields |= self._granite_hybrid(num_experts)
+        if self.kind == "qwen3next":
+            fields |= self._qwen3_next()
         return {**fields, "rope_parameters": self._rope()}
 
     def _architecture(self) -> str:
@@ -199,6 +213,8 @@ class Metadata:
             return "Ministral3ForCausalLM"
         if self.kind == "olmo2" and self._get("attention.sliding_window"):
             return "Olmo3ForCausalLM"
+        if self.kind == "granitemoe" and self._get("expert_shared_feed_forward_length"):
+            return "GraniteMoeSharedForCausalLM"
         if self.kind == "deepseek2" and self._get("expert_gating_func") == 2:  # sigmoid
             return "DeepseekV3ForCausalLM"
         return ARCHITECTURES[str(self.kind)]
@@ -247,6 +263,68 @@ class Metadata:
             fields["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
         return fields
 
+    @functools.cached_property
+    def _kv_heads(self) -> list[int]:
+        """Those of each layer: none where it is no attention."""
+        heads = self._get("attention.head_count_kv")
+        numbers = heads.read() if isinstance(heads, Array) and heads.kind in FORMATS and heads.count < 1 << 16 else []
+        if len(numbers) != self._get("block_count") or not all(type(one) is int for one in numbers):
+            raise CheckpointError(
+                f"{self.path}: {self.kind}.attention.head_count_kv is {brief(heads)}; "
+                "it must be a number for each layer"
+            )
+        return numbers
+
+    def _any(self, end: str) -> bool:
+        return any(name.endswith(end) for name in self._stored)
+
+    def _lfm(self) -> dict[str, Any]:
+        return {
+            "num_key_value_heads": max(self._kv_heads) or None,
+            "layer_types": ["full_attention" if number else "conv" for number in self._kv_heads],
+            "conv_L_cache": self._get("shortconv.l_cache"),
+            "conv_bias": self._any(".shortconv.conv.bias"),
+            "block_auto_adjust_ff_dim": False,  # llama.cpp writes the size that it makes
+            "num_dense_layers": self._get("leading_dense_block_count"),
+            "use_expert_bias": self._any(".exp_probs_b.bias"),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": self._get("expert_weights_scale") or 1.0,
+        }
+
+    def _granite_hybrid(self, num_experts: Any) -> dict[str, Any]:
+        get, num_heads = self._get, self._size("ssm.time_step_rank")
+        fields: dict[str, Any] = {
+            "num_key_value_heads": max(self._kv_heads) or None,
+            "layer_types": ["attention" if number else "mamba" for number in self._kv_heads],
+            "position_embedding_type": "rope" if get("rope.scaling.finetuned", True) else "nope",
+            "num_local_experts": num_experts or 0,
+            "mamba_n_heads": num_heads,
+            "mamba_d_head": self._size("ssm.inner_size") // num_heads,
+            "mamba_n_groups": get("ssm.group_count"),
+            "mamba_d_state": get("ssm.state_size"),
+            "mamba_d_conv": get("ssm.conv_kernel"),
+            "mamba_conv_bias": self._any(".ssm_conv1d.bias"),
+            "mamba_proj_bias": self._any(".ssm_in.bias"),
+        }
+        if not num_experts:
+            fields["shared_intermediate_size"] = get("feed_forward_length")
+        if not get("attention.scale"):  # Bamba's files have none
+            size = get("attention.key_length") or self._size("embedding_length") // self._size("attention.head_count")
+            fields["attention_multiplier"] = size**-0.5
+        return fields
+
+    def _qwen3_next(self) -> dict[str, Any]:
+        num_heads = self._size("ssm.time_step_rank")
+        return {
+            "full_attention_interval": self._get("full_attention_interval"),
+            "linear_conv_kernel_dim": self._get("ssm.conv_kernel"),
+            "linear_num_key_heads": self._get("ssm.group_count"),
+            "linear_num_value_heads": num_heads,
+            "linear_key_head_dim": self._get("ssm.state_size"),
+            "linear_value_head_dim": self._size("ssm.inner_size") // num_heads,
+            "linear_by_key_head": False,
+        }
+
     def _rope(self) -> dict[str, Any]:
         get = self._get
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
@@ -285,7 +363,13 @@ class Metadata:
         part = name.split(".")[2:3]
         if self.kind not in INTERLEAVED or part not in (["attn_q"], ["attn_k"]):
             return None
+        if part == ["attn_k"] and self.kind in RECURRENT:
+            return max(self._kv_heads)
         return self._size("attention.head_count" if part == ["attn_q"] else "attention.head_count_kv")
+
+    def key_heads(self, name: str) -> int | None:
+        """The number of heads of keys of each of which a tensor has a part of two kinds; None for other tensors."""
+        return self._size("ssm.group_count") if name.endswith(".ssm_ba.weight") else None
 
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors by their names here, with single projections and experts instead of fused and stacked ones."""
@@ -303,10 +387,14 @@ class Metadata:
         whole, _, kind = name.rpartition(".")
         if whole in WHOLE:
             return {f"{WHOLE[whole]}.{kind}": tensor}
-        match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
+        if whole == "token_embd_norm" and self.kind in LFMS:  # what the last norm is called
+            return {f"norm.{kind}": tensor}
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(?:([\w.]+)\.(?:weight|bias)|(ssm_[ad]))", name)
         if match is None:
             return {name: tensor}
-        layer, part = f"layers.{int(match[1])}", match[2]
+        layer, part = f"layers.{int(match[1])}", match[2] or match[3]
+        if self.kind in RECURRENT and part.startswith(("ssm_", "attn_qkv", "attn_gate")):
+            return self._state_parts(layer, part, kind, tensor)
         if part in EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             return self._experts(f"{layer}.mlp.experts", kind, EXPERTS[part], tensor)
         if self.kind == "phi3" and part == "attn_qkv":
@@ -326,9 +414,51 @@ class Metadata:
                 return {f"{layer}.mlp.choice_bias.weight": tensor}
             case "ffn_gate_inp_shexp", "weight" if len(tensor.shape) == 1:
                 return {f"{layer}.mlp.shared_expert_gate.weight": dataclasses.replace(tensor, shape=(1, *tensor.shape))}
+            case "attn_norm" | "ffn_norm", "weight" if self.kind in LFMS:
+                return {f"{layer}.{'operator' if part == 'attn_norm' else 'ffn'}_norm.weight": tensor}
+            case "shortconv.conv", "weight" if len(tensor.shape) == 2:
+                shape = tensor.shape[0], 1, tensor.shape[1]
+                return {f"{layer}.mixer.conv.weight": dataclasses.replace(tensor, shape=shape)}
+            case "shortconv.conv", "bias":
+                return {f"{layer}.mixer.conv.bias": tensor}
+            case "shortconv.in_proj", _:
+                return _split(tensor, {f"{layer}.mixer.{one}_proj.{kind}": 1 for one in "bcx"})
+            case "shortconv.out_proj", _:
+                return {f"{layer}.mixer.out_proj.{kind}": tensor}
             case "ffn_norm", "weight" if self.kind in GEMMAS:
                 return {f"{layer}.pre_feedforward_layernorm.weight": tensor}
         return {f"{layer}.{LAYER[part]}.{kind}" if part in LAYER else name: tensor}
+
+    def _state_parts(self, layer: str, part: str, kind: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+        module, rows = f"{layer}.{RECURRENT[str(self.kind)]}", tensor.shape[0]
+        match part, kind:
+            case "ssm_a" | "ssm_d", _:  # [H, 1]
+                flat = dataclasses.replace(tensor, shape=(rows,)) if tensor.shape[1:] == (1,) else tensor
+                return {f"{module}.{'A_log' if part == 'ssm_a' else 'D'}": flat}
+            case "ssm_dt", "bias":
+                return {f"{module}.dt_bias": tensor}
+            case "ssm_conv1d", "weight" if len(tensor.shape) == 2:
+                return {f"{module}.conv1d.weight": dataclasses.replace(tensor, shape=(rows, 1, tensor.shape[1]))}
+            case "ssm_conv1d", "bias":
+                return {f"{module}.conv1d.bias": tensor}
+            case "ssm_norm", "weight":  # [G, I / G]
+                return {f"{module}.norm.weight": dataclasses.replace(tensor, shape=(math.prod(tensor.shape),))}
+            case "ssm_out", _:
+                return {f"{layer}.mixer.out_proj.{kind}": tensor}
+            case "attn_qkv", "weight":
+                keys = self._size("ssm.group_count") * self._size("ssm.state_size")
+                sizes = {"q": keys, "k": keys, "v": self._size("ssm.inner_size")}
+                return _split(tensor, {f"{layer}.mixer.{one}_proj.weight": own for one, own in sizes.items()})
+            case "attn_gate", "weight":
+                return {f"{layer}.mixer.z_proj.weight": tensor}
+            case "ssm_ba", "weight":
+                return _split(tensor, {f"{layer}.mixer.{one}_proj.weight": 1 for one in "ba"})
+            case "ssm_in", _ if self.kind == "granitehybrid":
+                size, heads = self._size("ssm.inner_size"), self._size("ssm.time_step_rank")
+                group_size = self._size("ssm.group_count") * self._size("ssm.state_size")
+                sizes = {"z": size, "x": size, "b": group_size, "c": group_size, "dt": heads}
+                return _split(tensor, {f"{layer}.mixer.{one}_proj.{kind}": own for one, own in sizes.items()})
+        return {tensor.name: tensor}
 
     def _experts(
         self, prefix: str, kind: str, projections: tuple[str, ...], stack: StoredTensor
@@ -366,7 +496,13 @@ class Metadata:
 
 def _split(tensor: StoredTensor, parts: Mapping[str, int]) -> dict[str, StoredTensor]:
     """Parts of a tensor, one after the other, by their names and their shares of its rows."""
-    unit, first, found = tensor.shape[0] // sum(parts.values()), 0, {}
+    unit, rest = divmod(tensor.shape[0], sum(parts.values()))
+    if rest:
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} has {tensor.shape[0]} rows; "
+            f"its metadata asks for parts of {[*parts.values()]}"
+        )
+    first, found = 0, {}
     for name, share in parts.items():
         found[name] = dataclasses.replace(
             tensor, shape=(share * unit, *tensor.shape[1:]), first_row=first,

@@ -68,7 +68,8 @@ def qwen3_5_moe(fields: Fields) -> ModelOptions:
 def qwen3_next(fields: Fields) -> ModelOptions:
     """Qwen3-Next (https://qwen.ai/blog?id=qwen3-next): like Qwen3.5 with experts, but for the order in which the
     checkpoint has the projections of the gated delta rule."""
-    return _make_qwen(fields, _read_mlps(fields, num_experts=512, top_k=10), by_key_head=True)
+    by_key_head = fields.boolean("linear_by_key_head", True)  # false in GGUF files: llama.cpp changes the order
+    return _make_qwen(fields, _read_mlps(fields, num_experts=512, top_k=10), by_key_head=by_key_head)
 
 
 def olmo_hybrid(fields: Fields) -> ModelOptions:

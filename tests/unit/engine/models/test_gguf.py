@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {},
     "qwen3-moe": {},
+    "qwen3-next": {"mlp_only_layers": []},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "num_hidden_layers": 7},
     "phi3": {},
@@ -61,6 +62,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "deepseek-v2": {},
     "deepseek-v3": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "granite-moe": {},
+    "granite-moe-shared": {},
+    "granite-hybrid": {"mamba_n_groups": 2},
+    "lfm2": {},
+    "lfm2-moe": {},
 }  # fmt: skip
 """Checkpoints of the oracle, without what no GGUF file can say."""
 
@@ -129,6 +135,22 @@ def test_an_architecture_generates_what_it_does_from_safetensors(
     assert [getattr(ours, one) for one in same] == [getattr(theirs, one) for one in same]
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "architecture"),
+    [
+        ("granite-hybrid-dense", {"intermediate_size": 100}, "GraniteForCausalLM"),
+        ("bamba", {}, "GraniteMoeHybridForCausalLM"),
+    ],
+)
+def test_a_hybrid_may_be_written_as_another_architecture(
+    name: str, changes: dict[str, Any], architecture: str, make: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, file = make(name, **changes), tmp_path / "model.gguf"
+    write_gguf(folder, file)
+    assert CheckpointConfig.from_folder(file).architecture == architecture
+    assert_same(outputs_of(file), outputs_of(folder))
+
+
 def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], tmp_path: Path) -> None:
     folder, file = make("deepseek-v2"), tmp_path / "model.gguf"
     write_gguf(folder, file, latent_split=False)
@@ -137,8 +159,8 @@ def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], t
 
 
 def test_ranks_have_slices_of_permuted_and_stacked_tensors(make: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("tied-gqa", "qwen3-moe"):
-        folder, file = make(name), tmp_path / f"{name}.gguf"
+    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next"):
+        folder, file = make(name, **FAMILIES[name]), tmp_path / f"{name}.gguf"
         write_gguf(folder, file)
         assert_same(outputs_of(file, tensor_parallel_size=2), outputs_of(folder))
 
@@ -192,6 +214,12 @@ MIXED = {
     "1.mlp.gate_proj.weight": "Q3_K", "1.mlp.up_proj.weight": "F16", "down_proj.weight": "IQ4_XS",
 }  # fmt: skip
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "granite-hybrid": {"mamba_n_heads": 8, "mamba_d_head": 64},
+    "lfm2-moe": {"moe_intermediate_size": 256},
+    "qwen3-moe": {"moe_intermediate_size": 256},
+    "qwen3-next": FAMILIES["qwen3-next"],
+}
 
 
 @pytest.mark.parametrize(
@@ -204,14 +232,17 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
                        "up_proj.weight": "Q5_K"}),
         ("qwen3-moe", {"experts.0.gate_proj.weight": "Q4_K", **{f"{n}.{one}_proj.weight": "Q4_K" for n in range(9)
                                                                  for one in ("gate", "up", "down")}}),
+        ("lfm2-moe", {"proj.weight": "Q8_0", "w1.weight": "Q4_0", "w3.weight": "Q4_0", "w2.weight": "Q8_0"}),
+        ("granite-hybrid", {"in_proj.weight": "Q5_0", "q_proj.weight": "Q4_K", "k_proj.weight": "Q6_K",
+                            "shared_mlp.input_linear.weight": "Q4_K"}),
+        ("qwen3-next", {"in_proj_qkvz.weight": "Q4_K", "in_proj_ba.weight": "Q8_0", "k_proj.weight": "Q6_K"}),
     ],
-    ids=["uniform", "mixed", "mixed-untied", "biased", "experts"],
+    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba", "delta"],
 )  # fmt: skip
 def test_quantised_weights_are_the_numbers_that_they_stand_for(
     name: str, kinds: dict[str, str], make: Callable[..., Path], tmp_path: Path
 ) -> None:
-    sizes = {**SIZES, "moe_intermediate_size": 256} if name == "qwen3-moe" else SIZES
-    folder, file = make(name, **sizes), tmp_path / "model.gguf"
+    folder, file = make(name, **{**SIZES, **OTHER_SIZES.get(name, {})}), tmp_path / "model.gguf"
     plain = write_plain(tmp_path / "plain", folder, write_gguf(folder, file, kinds))
     config, theirs = CheckpointConfig.from_folder(file), CheckpointConfig.from_folder(plain)
     assert len(config.weight_format.types) > 3
@@ -220,7 +251,8 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(
     torch.testing.assert_close(one.embed(tokens), other.embed(tokens), rtol=0.02, atol=0.002)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
     for own, theirs_layer in zip(one.layers.values(), other.layers.values(), strict=True):
-        for path in ("self_attn.qkv_proj", "mlp"):
+        names = [name for name, _ in own.named_modules()]
+        for path in {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mlp"}.intersection(names):
             results = [layer.get_submodule(path)(x) for layer in (own, theirs_layer)]
             assert (results[0] - results[1]).norm() < 0.03 * results[1].norm()
     logits = [model.compute_logits(x) for model in (one, other)]
@@ -445,6 +477,8 @@ LLAMA = {
     "general.architecture": string("llama"), "llama.block_count": u32(1), "llama.embedding_length": u32(32),
     "llama.attention.head_count": u32(2), "llama.feed_forward_length": u32(32), "llama.context_length": u32(64),
 }  # fmt: skip
+LFM2 = {"general.architecture": string("lfm2"), **{key.replace("llama.", "lfm2."): one for key, one in LLAMA.items()
+                                                   if key.startswith("llama.")}}  # fmt: skip
 HEADS = "llama.attention.head_count"
 ONE = [tensor("token_embd.weight", [32, 4])]
 DATA = bytes(4 * 32 * 4)
@@ -501,6 +535,17 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "10,000 layers": (gguf_file({**LLAMA, "llama.block_count": u32(10_000)}, ONE, DATA), "there is no tokenizer"),
     "heads of letters": (gguf_file({**LLAMA, HEADS: string("two")}, ONE, DATA), "head_count is 'two'"),
     "2^32 heads": (gguf_file({**LLAMA, HEADS: u32(0xFFFFFFFF)}, ONE, DATA), "head_count is 42"),
+    "no heads of keys": (gguf_file(LFM2, ONE, DATA), "head_count_kv is None; it must be a number for each layer"),
+    "heads of keys of other layers": (
+        gguf_file({**LFM2, "lfm2.attention.head_count_kv": array(U32, 2, bytes(8))}, ONE, DATA), "an array of 2; it"
+    ),
+    "rows of no part": (
+        gguf_file({"general.architecture": string("qwen3next"), "qwen3next.ssm.time_step_rank": u32(1),
+                   "qwen3next.ssm.inner_size": u32(1), "qwen3next.embedding_length": u32(32),
+                   "qwen3next.attention.head_count": u32(2)},
+                  [tensor("token_embd.weight", [32, 4]), tensor("blk.0.ssm_ba.weight", [32, 3], 0, 512)], bytes(1024)),
+        r"blk\.0\.ssm_ba\.weight has 3 rows; its metadata asks for parts of \[1, 1\]",
+    ),
     "a scaling that there is not": (
         gguf_file({**LLAMA, "llama.rope.scaling.type": string("magic")}, ONE, DATA), "scaling.type is 'magic'"
     ),
