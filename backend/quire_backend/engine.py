@@ -35,6 +35,10 @@ class InputProcessor(Tokenizer, Protocol):
 
     @property
     def chat_template(self) -> str | None: ...
+    @property
+    def images(self) -> object | None:
+        """None: the model takes none."""
+        ...
 
 
 class Engine(Protocol):

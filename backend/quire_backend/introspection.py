@@ -6,8 +6,9 @@ JSON in `text_output`. The first two need no token::
     introspect = "health"                                   → {"healthy": true | false, "is_sleeping": true | false}:
                                                               whether the engine runs, and whether it sleeps
     introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …,
-                                                               "has_chat_template": …, "max_model_len": …,
-                                                               "tasks": …, "loras": names of adapters}
+                                                               "has_chat_template": …, "takes_images": …,
+                                                               "max_model_len": …, "tasks": …,
+                                                               "loras": names of adapters}
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}

@@ -124,6 +124,7 @@ class Operations:
             **chat_format(template, *self._parsers),
             **{name: defaults[name] for name in ("temperature", "top_p") if name in defaults},
             "has_chat_template": template is not None,
+            "takes_images": inputs.images is not None,
             "max_model_len": inputs.max_model_len,
             "tasks": [*(["generate"] if info.can_generate else []), *info.tasks],
             **({"loras": engine.adapters.names} if engine.adapters.is_enabled else {}),

@@ -80,6 +80,7 @@ class _Health(msgspec.Struct):
 
 class _ChatFormat(msgspec.Struct):
     has_chat_template: bool
+    takes_images: bool = False  # an older server does not say
 
 
 class _Cancelled(msgspec.Struct):
@@ -284,6 +285,14 @@ class AsyncClient:
             ClientError: the server is away, or does not say.
         """
         return (await self._ask(model, "chat_format", _ChatFormat)).has_chat_template
+
+    async def takes_images(self, model: str) -> bool:
+        """Whether the model's prompts may have images.
+
+        Raises:
+            ClientError: the server is away, or does not say.
+        """
+        return (await self._ask(model, "chat_format", _ChatFormat)).takes_images
 
     async def snapshot(self, model: str) -> Snapshot:
         """The model's requests, blocks and ranks, now. Needs the token.
@@ -581,6 +590,7 @@ class Client:
     models = _waiting(AsyncClient.models)
     health = _waiting(AsyncClient.health)
     has_chat_template = _waiting(AsyncClient.has_chat_template)
+    takes_images = _waiting(AsyncClient.takes_images)
     snapshot = _waiting(AsyncClient.snapshot)
     ended = _waiting(AsyncClient.ended)
     cancel = _waiting(AsyncClient.cancel)

@@ -1,6 +1,7 @@
 """A chat as a prompt: by the checkpoint's own template, or in formats that models are commonly trained with."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 OWN_TEMPLATE = "The model's own"
 """Which the server applies."""
@@ -18,25 +19,41 @@ STOPS = {"Plain": "\nuser:", "ChatML": "<|im_end|>", "Llama 3": "<|eot_id|>"}
 """What an answer ends with."""
 
 
-def chat_prompt(turns: Sequence[tuple[str, str]], format_: str) -> str:
+class Turn(NamedTuple):
+    """A message of a chat."""
+
+    role: str
+    """`user` or `assistant`."""
+    text: str
+    images: Sequence[tuple[str, bytes]] = ()
+    """Files: names and contents."""
+
+
+def chat_prompt(turns: Sequence[Turn], format_: str) -> str:
     """The prompt for the next answer.
 
     Args:
-        turns: (`user` or `assistant`, what was said), the last one by the user.
+        turns: the last one by the user.
         format_: a key of `FORMATS`.
     """
     turn, answer = FORMATS[format_]
     # Not str.format: a turn may contain braces.
-    return "".join(turn.replace("{role}", role).replace("{text}", text) for role, text in turns) + answer
+    return "".join(turn.replace("{role}", said.role).replace("{text}", said.text) for said in turns) + answer
 
 
-def chat_request(turns: Sequence[tuple[str, str]], format_: str) -> tuple[str | list[dict[str, str]], list[str]]:
+def chat_request(turns: Sequence[Turn], format_: str) -> tuple[str | list[dict[str, Any]], list[str]]:
     """The prompt of a request for the next answer, text or a conversation, and the strings that end it.
 
     Args:
-        turns: (`user` or `assistant`, what was said), the last one by the user.
+        turns: the last one by the user. Only `OWN_TEMPLATE` has places for images.
         format_: `OWN_TEMPLATE`, or a key of `FORMATS`.
     """
     if format_ == OWN_TEMPLATE:
-        return [{"role": role, "content": text} for role, text in turns], []
+        return [{"role": turn.role, "content": _content(turn)} for turn in turns], []
     return chat_prompt(turns, format_), [STOPS[format_]]
+
+
+def _content(turn: Turn) -> str | list[dict[str, str]]:
+    if not turn.images:
+        return turn.text
+    return [*({"type": "image"} for _ in turn.images), {"type": "text", "text": turn.text}]

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from quire_load.server_figures import ServerFigures
 
 WARM_UP = DatasetOptions(dataset_name="random", random_input_len=64, random_output_len=16)
-"""Requests that run before the clock starts. Their prompts begin like none that is measured."""
+"""Requests that run before the clock starts, with images where those that are measured have any. They have a seed of
+their own, so that no prompt begins like one that is measured, and no image is the same."""
 _NEEDS = ("tritonclient", "grpc", "aiohttp", "prometheus_client")
 _TICK_S = 0.2
 
@@ -100,7 +101,10 @@ def make_load(options: BenchOptions) -> tuple[list[SampleRequest], list[SampleRe
     try:
         prompts = PromptMaker(options.tokenizer, as_text=options.backend == "openai-chat")
         requests = make_requests(options.dataset, prompts, options.num_prompts, options.seed)
-        warm_ups = make_requests(WARM_UP, prompts, options.num_warmups, options.seed) if options.num_warmups else []
+        warm_up = WARM_UP
+        if options.dataset.dataset_name == "random-mm":
+            warm_up = replace(options.dataset, random_input_len=64, random_output_len=16)
+        warm_ups = make_requests(warm_up, prompts, options.num_warmups, ~options.seed) if options.num_warmups else []
     except ValueError as error:
         raise UsageError(str(error)) from None
     requests = with_slo_classes(requests, options.slo_classes, options.seed)

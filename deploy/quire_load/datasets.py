@@ -1,10 +1,13 @@
-"""What is sent: requests of random lengths, with shared prefixes, of a ShareGPT file, or of a Mooncake-style trace.
+"""What is sent: requests of random lengths, with shared prefixes or images, of a ShareGPT file, or of a Mooncake-style
+trace.
 
 Random prompts are token ids, or text where an endpoint takes no ids. Their sense does not matter to what an engine
 computes, and no cache or draft guesses them. The ids are those of a tokenizer's vocabulary where one is given, else of
 the few hundred that every vocabulary has.
 """
 
+import ast
+import io
 import json
 import math
 import random
@@ -19,6 +22,8 @@ MIXED_INPUT, MIXED_OUTPUT = (32, 256), (16, 128)
 """Bounds of the lengths of `mixed`, which the project's own benchmarks measure, too; the upper one is excluded."""
 SHAREGPT_TOKENS, SHAREGPT_PROMPT_TOKENS, SHAREGPT_ALL_TOKENS = 4, 1024, 2048
 """As `vllm bench serve` does, conversations are passed over that have fewer in prompt or answer, or more of either."""
+JPEG_SIDES = range(1, 65501)
+"""Pixels that libjpeg takes."""
 _WORDS = (  # noqa: SIM905 (a list of them would fill the page)
     "the cache holds blocks of keys and values while a request runs and its prefix may serve another one later on "
     "def class return import for in range if else value list number text line file open read write print"
@@ -32,6 +37,8 @@ class SampleRequest:
     prompt: str | list[int]
     max_tokens: int
     """How many tokens are asked for."""
+    images: Sequence[bytes] = ()
+    """JPEG files beside the text."""
     slo_class: str = ""
     """Empty: the model's default."""
     lora_name: str = ""
@@ -50,12 +57,16 @@ class SampleRequest:
 class DatasetOptions:
     """Which requests, under the names of `vllm bench serve`. Lengths are in tokens. The texts are those of `--help`."""
 
-    dataset_name: Annotated[str, "mixed, random, prefix_repetition, sharegpt or mooncake."] = "mixed"
+    dataset_name: Annotated[str, "mixed, random, random-mm, prefix_repetition, sharegpt or mooncake."] = "mixed"
     dataset_path: Annotated[Path | None, "The file of sharegpt and mooncake."] = None
     random_input_len: Annotated[int, "Of random: tokens per prompt."] = 1024
     random_output_len: Annotated[int, "Of random: tokens per answer."] = 128
     random_range_ratio: Annotated[float, "Lengths vary by this share, up and down."] = 0.0
     random_prefix_len: Annotated[int, "Tokens that all prompts begin with, besides."] = 0
+    random_mm_base_items_per_request: Annotated[int, "Of random-mm: images per request."] = 1
+    random_mm_bucket_config: Annotated[
+        str, "Of random-mm: sizes of images and their shares, {(height, width, 1): share, ...}."
+    ] = "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}"
     sharegpt_output_len: Annotated[int | None, "Tokens per answer; default: the file's."] = None
     prefix_repetition_prefix_len: Annotated[int, "Tokens of each shared prefix."] = 256
     prefix_repetition_suffix_len: Annotated[int, "Tokens of a prompt's own."] = 256
@@ -75,6 +86,7 @@ class DatasetOptions:
             )
             if isinstance(value, int) and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
+        _image_sizes(self.random_mm_bucket_config)
         if self.dataset_path is None and self.dataset_name in ("sharegpt", "mooncake"):
             raise ValueError(f"dataset_path is not given; dataset_name {self.dataset_name} reads it")
 
@@ -91,7 +103,7 @@ class PromptMaker:
     """
 
     def __init__(self, tokenizer: Path | None = None, *, as_text: bool = False) -> None:
-        self._as_text = as_text
+        self.as_text = as_text
         self._tokenizer: Any = None if tokenizer is None else _load_tokenizer(tokenizer)
         if self._tokenizer is not None:
             self._ids = range(FIRST_ID, self._tokenizer.get_vocab_size(with_added_tokens=False))
@@ -104,7 +116,7 @@ class PromptMaker:
 
     def prompt(self, ids: list[int]) -> str | list[int]:
         """Such tokens as an endpoint takes them."""
-        if not self._as_text:
+        if not self.as_text:
             return ids
         if self._tokenizer is None:
             return " ".join(_WORDS[id_] for id_ in ids)
@@ -165,6 +177,52 @@ def _random(
     for _ in range(num_prompts):
         ids = prefix + prompts.ids(rng, length(options.random_input_len))
         yield SampleRequest(prompt=prompts.prompt(ids), max_tokens=length(options.random_output_len))
+
+
+def _random_mm(
+    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
+) -> Iterator[SampleRequest]:
+    """Requests of `random`, each with images of random pixels."""
+    if not prompts.as_text:
+        raise ValueError(
+            "dataset_name is 'random-mm', whose images are parts of a chat's message; use quire bench serve with "
+            "backend openai-chat"
+        )
+    sizes = _image_sizes(options.random_mm_bucket_config)
+    for request in _random(options, prompts, num_prompts, rng):
+        chosen = rng.choices(list(sizes), list(sizes.values()), k=options.random_mm_base_items_per_request)
+        yield replace(request, images=[_random_image(rng, height, width) for height, width in chosen])
+
+
+def _image_sizes(text: str) -> dict[tuple[int, int], float]:
+    """(height, width) in pixels → share, of the form of vLLM's option, which has a number of frames as well.
+
+    Raises:
+        ValueError: it is not of that form, or asks for videos.
+    """
+    try:
+        buckets = {size: float(share) for size, share in ast.literal_eval(text).items() if share}
+        is_sound = bool(buckets) and all(
+            0 < share < math.inf and frames == 1 and height in JPEG_SIDES and width in JPEG_SIDES
+            for (height, width, frames), share in buckets.items()
+        )
+    except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(
+            f"random_mm_bucket_config is {text[:120]!r}; it must be {{(height, width, 1): share, ...}} with sides "
+            f"of 1 to {JPEG_SIDES[-1]} pixels and a share above 0, as in {{(256, 256, 1): 1}}"
+        )
+    return {(height, width): share for (height, width, _), share in buckets.items()}
+
+
+def _random_image(rng: random.Random, height: int, width: int) -> bytes:
+    """A JPEG file of noise, as vLLM's: no cache of images has it."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.frombytes("RGB", (width, height), rng.randbytes(3 * height * width)).save(file, "JPEG")
+    return file.getvalue()
 
 
 def _prefix_repetition(
@@ -276,6 +334,7 @@ def _trace_entry(line: str, where: str) -> dict[str, Any]:
 DATASETS: dict[str, Callable[[DatasetOptions, PromptMaker, int, random.Random], Iterator[SampleRequest]]] = {
     "mixed": _mixed,
     "random": _random,
+    "random-mm": _random_mm,
     "prefix_repetition": _prefix_repetition,
     "sharegpt": _sharegpt,
     "mooncake": _mooncake,

@@ -1,5 +1,6 @@
 """Models behind HTTP that stream server-sent events: Triton's `generate_stream`, and OpenAI's API."""
 
+import base64
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
@@ -116,13 +117,20 @@ class OpenAIEndpoint(_HttpEndpoint):
 
 
 class OpenAIChatEndpoint(OpenAIEndpoint):
-    """`/v1/chat/completions`; a prompt is the one message of a conversation, as text."""
+    """`/v1/chat/completions`; a prompt is the one message of a conversation, as text with images after it."""
 
     def _path(self, model: str) -> str:
         return "/v1/chat/completions"
 
     def _prompt(self, request: SampleRequest) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": request.prompt}]}
+        content: Any = request.prompt
+        if request.images:
+            urls = [f"data:image/jpeg;base64,{base64.b64encode(image).decode()}" for image in request.images]
+            content = [
+                {"type": "text", "text": request.prompt},
+                *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+            ]
+        return {"messages": [{"role": "user", "content": content}]}
 
     def _text(self, choice: dict[str, Any]) -> Any:
         delta = choice.get("delta") or {}

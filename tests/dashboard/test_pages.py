@@ -1,5 +1,7 @@
 """Every page by Streamlit's own test harness, against a stand-in for the server: what it says, not how it looks."""
 
+import base64
+import io
 import json
 import re
 import shlex
@@ -10,15 +12,18 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import streamlit as st
+from PIL import Image
 from quire_client import Chunk, Client
 from quire_dashboard import frame
 from quire_dashboard import monitor as monitor_module
+from quire_dashboard.chat import Turn
 from quire_dashboard.findings import SLO_EXAMPLE
 from quire_dashboard.frame import Line, monitor
 from quire_dashboard.history import Point
@@ -29,6 +34,12 @@ from support.fake_triton import FakeTriton, make_request
 from support.pages import PAGE, TIMEOUT_S, open_page, press, text_of
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of Streamlit and pandas are not ours
+
+
+def image_file(color: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (20, 10), color).save(file, "PNG")
+    return file.getvalue()
 
 
 def read_again() -> None:
@@ -775,7 +786,7 @@ def test_playground_chats_by_the_models_own_template_or_another(fake: FakeTriton
     app.chat_input(key="said").set_value("hello")
     text_of(app.run())
     assert json.loads(fake.state.prompts[0][0]) == [{"role": "user", "content": "hello"}]
-    assert app.session_state["turns"] == [("user", "hello"), ("assistant", "def fib(n):\n    return n")]
+    assert app.session_state["turns"] == [Turn("user", "hello"), Turn("assistant", "def fib(n):\n    return n")]
     app.selectbox(key="chat_format").set_value("ChatML")
     app.chat_input(key="said").set_value("go on")
     text_of(app.run())
@@ -783,6 +794,59 @@ def test_playground_chats_by_the_models_own_template_or_another(fake: FakeTriton
     assert prompt.startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\ndef fib")
     assert prompt.endswith("<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
     assert parameters["stop"] == ["<|im_end|>"]
+
+
+def test_playground_sends_and_shows_images_of_a_chat(
+    fake: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not open_page("playground").file_uploader, "the model takes none"
+    fake.state.chat_format["takes_images"] = True
+    app = open_page("playground")
+    files = [("a cat's.png", image_file("red"), "image/png"), ("b.png", image_file("blue"), "image/png")]
+    app.file_uploader[0].set_value(files)
+    app.chat_input(key="said").set_value("what is this?")
+    text_of(app.run())
+    (message,) = json.loads(fake.state.prompts[0][0])
+    assert message["content"] == [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what is this?"}]
+    contents = [content for _, content, _ in files]
+    assert fake.state.images == [contents]
+    assert len(app.image) == 2
+    assert not app.file_uploader[0].value
+    for name, content, _ in files:
+        (tmp_path / name).write_bytes(content)
+    command, program = (code.value for code in app.get("code"))
+    shell = ["bash", "-c", f"curl() {{ tr -d '\\n'; }}; {command}"]
+    body = json.loads(subprocess.run(shell, cwd=tmp_path, stdout=subprocess.PIPE, check=True).stdout)
+    assert json.loads(body["messages"]) == [message]
+    assert [base64.b64decode(image) for image in body["image"]] == contents
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    assert fake.state.prompts[1][0] == fake.state.prompts[0][0]
+    assert fake.state.images == [contents] * 2
+
+    app.chat_input(key="said").set_value("go on")
+    text_of(app.run())
+    assert [turn["content"] for turn in json.loads(fake.state.prompts[2][0])][::2] == [message["content"], "go on"]
+    assert fake.state.images[2] == contents, "a chat is sent as a whole"
+    assert len(app.image) == 2
+    app.selectbox(key="chat_format").set_value("ChatML")
+    assert "ChatML has no places for them" in text_of(app.run())
+    assert app.chat_input(key="said").disabled
+    assert not app.file_uploader
+
+
+def test_playground_keeps_the_images_of_a_question_that_is_rejected(fake: FakeTriton) -> None:
+    fake.state.set("slo_requests_total", 0, slo="unknown", verdict="good", cause="none")
+    fake.state.chat_format["takes_images"] = True
+    app = open_page("playground")
+    app.selectbox(key="playground_slo").set_value("unknown")
+    app.file_uploader[0].set_value([("no_image.png", b"nothing", "image/png")])
+    app.chat_input(key="said").set_value("what is this?")
+    text = text_of(app.run())
+    assert "no_image.png cannot be shown." in text
+    assert "slo_class is 'unknown'" in text
+    assert fake.state.images == [[b"nothing"]]
+    assert [file.name for file in app.run().file_uploader[0].value] == ["no_image.png"]
 
 
 @pytest.mark.parametrize("has_chat_template", [False, True])
@@ -817,7 +881,7 @@ def test_playground_keeps_what_came_before_a_stop(fake: FakeTriton, monkeypatch:
         press(app, "Generate")
         text_of(app.run())
     text = text_of(app.run())
-    assert app.session_state["turns"] == [("user", "hello"), ("assistant", "def ")]
+    assert app.session_state["turns"] == [Turn("user", "hello"), Turn("assistant", "def ")]
     assert text.count("def") == 2, "in the chat and as a completion"
     assert "Stopped." in text
     app.chat_input(key="said").set_value("go on")

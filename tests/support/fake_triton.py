@@ -4,6 +4,7 @@ Both are real servers on loopback, so that what is tested is what goes over the 
 which a test changes as it likes.
 """
 
+import base64
 import json
 import struct
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor
 
 __all__ = ["MODEL", "TOKEN", "FakeTriton", "State", "fake_triton", "make_request"]
 
@@ -44,6 +46,8 @@ class State:
         """That askers for ended requests have shown."""
         self.cancelled: list[str] = []
         self.prompts: list[tuple[str, dict[str, Any]]] = []
+        self.images: list[list[bytes]] = []
+        """Files of each prompt."""
         self.words = ["def ", "fib", "(n):", "\n    return n"]
         self.chat_format: dict[str, Any] = {"has_chat_template": False}
         self.health: dict[str, Any] = {"healthy": True}
@@ -321,6 +325,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         parameters |= json.loads(inputs.get("sampling_parameters", b"    {}")[4:])
         with state.lock:
             state.prompts.append((prompt, parameters))
+            files = deserialize_bytes_tensor(inputs["image"]) if "image" in inputs else ()
+            state.images.append([base64.b64decode(file) for file in files])
         if parameters.get("slo_class") == "unknown":
             yield service_pb2.ModelStreamInferResponse(
                 error_message="slo_class is 'unknown'; there is none of that name"

@@ -1,16 +1,17 @@
 """The playground page: a streamed completion or chat, with the request's timings, and how to send it from elsewhere."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
-from quire_client import Chunk, ClientError
+from quire_client import Chunk, Client, ClientError
+from streamlit.delta_generator import DeltaGenerator
 
 from quire_dashboard import snippets, words
-from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, chat_request
+from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, Turn, chat_request
 from quire_dashboard.choice import slo_class_picker
 from quire_dashboard.frame import figures, model_or_reason, monitor, monitors, selection
 
@@ -33,6 +34,11 @@ _STRUCTURED: Mapping[str, tuple[str, str]] = {
     "Grammar (EBNF)": ("grammar", 'root ::= "yes" | "no"'),
 }
 """What the answer has to be, by what it is called here: the field of `structured_outputs`, and an example."""
+_IMAGE_TYPES = ["png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff"]
+_MOST_MIB = 32
+"""Of an image; the server rejects larger ones."""
+_IMAGE_WIDTH = 320
+"""As it is shown, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +47,9 @@ class _Asked:
 
     server: str
     model: str
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
+    images: Sequence[tuple[str, bytes]] = ()
+    """Files: names and contents."""
     sampling: Mapping[str, Any]
     parameters: Mapping[str, Any]
 
@@ -69,7 +77,7 @@ def show() -> None:
         except ValueError as error:
             st.error(words.as_text(str(error)))
             return
-    opens = "Chat" if _is_chat_model(model) else "Completion"
+    opens = "Chat" if _says(Client.has_chat_template, model) else "Completion"
     completion, chat = st.tabs(["Completion", "Chat"], default=opens)
     with completion:
         _completion(model, sampling, parameters)
@@ -77,13 +85,13 @@ def show() -> None:
         _chat(model, sampling, parameters)
 
 
-def _is_chat_model(model: str) -> bool:
-    """Whether it has a chat template; asked once per visitor. False: the server does not say."""
-    known: dict[tuple[str, str], bool] = st.session_state.setdefault("chat_models", {})
-    which = (selection().server, model)
+def _says(ask: Callable[[Client, str], bool], model: str) -> bool:
+    """What the server says of the model; asked once per visitor. False: it does not say."""
+    known: dict[tuple[str, str, str], bool] = st.session_state.setdefault("said_of_models", {})
+    which = (ask.__name__, selection().server, model)
     if which not in known:
         try:
-            known[which] = monitor().client.has_chat_template(model)
+            known[which] = ask(monitor().client, model)
         except ClientError:
             return False
     return known[which]
@@ -155,7 +163,7 @@ def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str
 
 
 def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    turns: list[tuple[str, str]] = st.session_state.setdefault("turns", [])
+    turns: list[Turn] = st.session_state.setdefault("turns", [])
     _keep(turns)
     first, second = st.columns([3, 1], vertical_alignment="bottom")
     format_ = first.selectbox("Chat template", [OWN_TEMPLATE, *FORMATS], key="chat_format",
@@ -164,35 +172,68 @@ def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
         turns.clear()
         st.rerun()
     conversation = st.container()
-    said = st.chat_input("Your message", key="said")
+    is_own = format_ == OWN_TEMPLATE
+    has_no_places = not is_own and any(turn.images for turn in turns)
+    if has_no_places:
+        st.warning(f"This chat has images, and {format_} has no places for them: choose {OWN_TEMPLATE}, or a new chat.")
+    uploader = st.empty() if is_own and _says(Client.takes_images, model) else None
+    images = _uploaded(uploader, turns)
+    text = st.chat_input("Your message", key="said", disabled=has_no_places)
     with conversation:
-        for role, text in turns:
-            with st.chat_message(role):
-                st.text(text) if text else st.caption("No text.")
-        if not said:
+        for turn in turns:
+            _show_turn(turn)
+        if not text or has_no_places:
             return
-        prompt, stop = chat_request([*turns, ("user", said)], format_)
+        question = Turn("user", text, images)
+        prompt, stop = chat_request([*turns, question], format_)
         if stop:
             sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
-        with st.chat_message("user"):
-            st.text(said)
-        asked = _Asked(server=selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters)
+        _show_turn(question)
+        asked = _Asked(
+            server=selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters,
+            images=[image for turn in [*turns, question] for image in turn.images],
+        )  # fmt: skip
         answer = _Answer(asked=asked)
-        st.session_state["answering"] = (said, answer)
+        st.session_state["answering"] = (question, answer)
         with st.chat_message("assistant"):
             _stream(answer)
     _keep(turns)
+    if images and not answer.error:
+        _uploaded(uploader, turns)
     _elsewhere(asked)
 
 
-def _keep(turns: list[tuple[str, str]]) -> None:
+def _uploaded(place: DeltaGenerator | None, turns: Sequence[Turn]) -> Sequence[tuple[str, bytes]]:
+    """Files for the next question: names and contents. A question that is kept leaves an empty uploader."""
+    if place is None:
+        return ()
+    files = place.file_uploader("Images for the next message", _IMAGE_TYPES, accept_multiple_files=True,
+                                key=f"images_{len(turns)}", max_upload_size=_MOST_MIB)  # fmt: skip
+    return [(file.name, file.getvalue()) for file in files]
+
+
+def _show_turn(turn: Turn) -> None:
+    with st.chat_message(turn.role):
+        for name, content in turn.images:
+            _show_image(name, content)
+        st.text(turn.text) if turn.text else st.caption("No text.")
+
+
+def _show_image(name: str, content: bytes) -> None:
+    try:
+        st.image(content, width=_IMAGE_WIDTH, alt=name)
+    except Exception:  # Pillow raises many kinds; the server says what is wrong with the file
+        st.caption(words.as_text(f"{name} cannot be shown."))
+
+
+def _keep(turns: list[Turn]) -> None:
     """Add the last question and its answer to the chat: a stopped one, too, even without text, but not a rejected one.
 
     Streamlit begins the next run before a stopped one has ended, so that the next run has to add the answer.
     """
-    said, answer = st.session_state.pop("answering", ("", None))
+    question, answer = st.session_state.pop("answering", (None, None))
     if answer is not None and not answer.error:
-        turns.extend((("user", said), ("assistant", answer.text)))
+        turns.extend((question, Turn("assistant", answer.text)))
 
 
 def _stream(answer: _Answer) -> None:
@@ -203,7 +244,8 @@ def _stream(answer: _Answer) -> None:
     place, stop = st.empty(), st.empty()
     stop.button("Stop", icon=":material/stop_circle:", key="stop_answer")
     asked = answer.asked
-    options = {**asked.sampling, "parameters": asked.parameters, "timeout": _TIMEOUT_S}
+    options = {**asked.sampling, "parameters": asked.parameters, "timeout": _TIMEOUT_S,
+               "images": [content for _, content in asked.images]}  # fmt: skip
     try:
         with closing(monitor().client.stream(asked.model, asked.prompt, beat=_BEAT_S, **options)) as chunks:
             for chunk in chunks:
@@ -229,9 +271,11 @@ def _result(answer: _Answer) -> None:
 def _elsewhere(asked: _Asked) -> None:
     """The request as a command and as a program."""
     what = (asked.model, asked.prompt, asked.sampling, asked.parameters)
+    names = [name for name, _ in asked.images]
     with st.expander("The same request by curl, and from Python"):
-        st.code(snippets.curl(monitors()[asked.server].settings.http, *what), language="bash", wrap_lines=True)
-        st.code(snippets.python(asked.server, *what), language="python")
+        command = snippets.curl(monitors()[asked.server].settings.http, *what, image_names=names)
+        st.code(command, language="bash", wrap_lines=True)
+        st.code(snippets.python(asked.server, *what, image_names=names), language="python")
 
 
 _TIMINGS = (

@@ -194,6 +194,7 @@ class FakeEngine:
         return self
 
     max_model_len = 64
+    images = None
 
     def apply_chat_template(self, conversation: Conversation) -> list[int]:
         return self.tokenize(conversation.messages[0]["content"], add_special_tokens=False)

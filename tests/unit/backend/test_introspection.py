@@ -305,12 +305,13 @@ def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any,
 def test_anybody_may_ask_whether_the_engine_runs(engine: Any, serve: Any, request_of: Any) -> None:
     serving = serve()
     assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": True, "is_sleeping": False}
-    said = {"tool_call_parser": "mistral", "reasoning_parser": None, "has_chat_template": True, "max_model_len": 64,
-            "tasks": ["generate", "embed", "token_embed"]}  # fmt: skip
+    said = {"tool_call_parser": "mistral", "reasoning_parser": None, "has_chat_template": True, "takes_images": False,
+            "max_model_len": 64, "tasks": ["generate", "embed", "token_embed"]}  # fmt: skip
     assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said
     engine.default_sampling_params = DefaultSamplingParams(values={"temperature": 0.6, "top_k": 4})
-    sampling = {"temperature": 0.6}
-    assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said | sampling
+    engine.images = object()
+    more = {"temperature": 0.6, "takes_images": True}
+    assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said | more
     engine.is_healthy = False
     assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": False, "is_sleeping": False}
     response = ask(serving, request_of, introspect="health", cancel_request_id="r1")

@@ -213,6 +213,9 @@ def test_what_is_no_answer_of_quire_is_said() -> None:
         assert not client.has_chat_template(MODEL)
         fake.state.chat_format = {"has_chat_template": True}
         assert client.has_chat_template(MODEL)
+        assert not client.takes_images(MODEL)
+        fake.state.chat_format["takes_images"] = True
+        assert client.takes_images(MODEL)
         for answer in ({}, [], "no", 1):  # such as that of an older server
             fake.state.chat_format = answer  # type: ignore[assignment]
             with pytest.raises(ClientError, match=f"{MODEL} answers chat_format with .*; is it a model of Quire"):

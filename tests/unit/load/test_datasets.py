@@ -1,5 +1,6 @@
 """What is sent."""
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from benchmarks.workload import make_workload
+from PIL import Image
 from quire_load.datasets import (
     DatasetOptions,
     PromptMaker,
@@ -69,6 +71,32 @@ def test_prompts_are_text_where_an_endpoint_takes_no_ids() -> None:
     (text,) = make(1, prompts=with_tokenizer, dataset_name="random", random_input_len=100)
     assert isinstance(text.prompt, str)
     assert with_tokenizer.count(text.prompt) == pytest.approx(100, rel=0.3)
+
+
+def test_images_are_random_and_of_the_sizes_that_are_asked_for() -> None:
+    settings: dict[str, Any] = {
+        "dataset_name": "random-mm", "random_input_len": 9, "random_output_len": 3,
+        "random_mm_base_items_per_request": 3,
+        "random_mm_bucket_config": "{(8, 24, 1): 0.75, (40, 16, 1): 0.25, (99, 99, 16): 0.0}",
+    }  # fmt: skip
+    text = PromptMaker(as_text=True)
+    requests = make(100, prompts=text, **settings)
+    assert requests == make(100, prompts=text, **settings)
+    assert {(len(str(one.prompt).split()), one.max_tokens, len(one.images)) for one in requests} == {(9, 3, 3)}
+    files = [file for one in requests for file in one.images]
+    assert len(set(files)) == 300
+    assert not set(files) & {file for one in make(9, 1, text, **settings) for file in one.images}
+    sizes = [Image.open(io.BytesIO(file)).size for file in files]
+    assert set(sizes) == {(24, 8), (16, 40)}
+    assert sizes.count((24, 8)) == pytest.approx(225, abs=40)
+    assert Image.open(io.BytesIO(files[0])).format == "JPEG"
+
+
+def test_images_need_a_chat() -> None:
+    with pytest.raises(
+        ValueError, match=r"dataset_name is 'random-mm'.* use quire bench serve with backend openai-chat"
+    ):
+        make(1, dataset_name="random-mm")
 
 
 def test_ids_are_of_the_tokenizer_s_vocabulary() -> None:
@@ -145,6 +173,30 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ({"dataset_name": "sharegpt"}, "dataset_path is not given"),
         ({"random_range_ratio": 1.0}, "random_range_ratio is 1.0"),
         ({"random_input_len": 0}, "random_input_len is 0; it must be at least 1"),
+        ({"random_mm_base_items_per_request": 0}, "random_mm_base_items_per_request is 0; it must be at least 1"),
+        *(
+            (
+                {"random_mm_bucket_config": text},
+                r"random_mm_bucket_config is .*; it must be \{\(height, width, 1\): share",
+            )
+            for text in (
+                "",
+                "[]",
+                "{}",
+                "{(8, 8, 1): 0}",
+                "{(8, 8, 2): 1}",
+                "{(0, 8, 1): 1}",
+                "{(8.5, 8, 1): 1}",
+                "{(8, 65501, 1): 1}",
+                "{(8, 8, 1): -1}",
+                "{(8, 8, 1): 1e999}",
+                "{(8, 8): 1}",
+                "{8: 1}",
+                "{(8, 8, 1): 'all'}",
+                "{([], 8, 1): 1}",
+                "make()",
+            )
+        ),
         ({"random_prefix_len": -1}, "random_prefix_len is -1; it must be at least 0"),
     ],
 )

@@ -5,10 +5,12 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from quire_cli.main import run
 from quire_load.datasets import SampleRequest
 from quire_load.endpoint import Chunk, Endpoint, EndpointError
 from quire_load.grpc_endpoint import GrpcEndpoint
@@ -141,6 +143,45 @@ def test_a_chat_is_one_message() -> None:
         assert asyncio.run(main(there.url)) == [Chunk(0), Chunk(1)]
     ((path, body),) = there.asked
     assert (path, body["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": "hello"}])
+
+
+def test_images_follow_the_text_of_a_chat() -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(OpenAIChatEndpoint(url, MODEL, {}), replace(TEXT, images=[b"one", b"two"]))
+
+    with web({"choices": [{"delta": {"content": "a"}}]}, "[DONE]") as there:
+        asyncio.run(main(there.url))
+    ((_, body),) = there.asked
+    (message,) = body["messages"]
+    text, *images = message["content"]
+    assert text == {"type": "text", "text": "hello"}
+    assert [image["image_url"]["url"] for image in images] == [
+        "data:image/jpeg;base64,b25l", "data:image/jpeg;base64,dHdv",
+    ]  # fmt: skip
+    assert {image["type"] for image in images} == {"image_url"}
+
+
+def test_a_load_with_images_sends_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    events = ({"choices": [{"delta": {"content": "a"}}]}, {"choices": [], "usage": {"prompt_tokens": 9}}, "[DONE]")
+    with web(*events) as there:
+        command = ["bench", "serve", "--model", MODEL, "--backend", "openai-chat", "--base-url", there.url, "--metrics",
+                   there.url.removeprefix("http://"), "--dataset-name", "random-mm", "--num-prompts", "5", "--json",
+                   "--random-mm-base-items-per-request", "2", "--random-mm-bucket-config",
+                   "{(8, 16, 1): 1}"]  # fmt: skip
+        assert run(command) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["completed"], values["total_input_tokens"]) == (5, 45)
+    contents = [body["messages"][0]["content"] for _, body in there.asked]
+    assert [[part["type"] for part in content] for content in contents] == [["text", "image_url", "image_url"]] * 7
+    assert len({part["image_url"]["url"] for content in contents for part in content[1:]}) == 14, "also of the warm-up"
+    assert len({content[0]["text"][:20] for content in contents}) == 7
+
+
+def test_other_endpoints_take_no_load_with_images(capsys: pytest.CaptureFixture[str]) -> None:
+    for backend in ("grpc", "generate-stream", "openai"):
+        command = ["bench", "serve", "--model", MODEL, "--backend", backend, "--dataset-name", "random-mm"]
+        assert run(command) == 2
+        assert "use quire bench serve with backend openai-chat" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
