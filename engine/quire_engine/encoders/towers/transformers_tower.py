@@ -19,7 +19,7 @@ class TransformersTower(nn.Module):
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         dtype = torch.get_default_dtype()
-        self.model = AutoModel.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        self.model = AutoModel.from_config(config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
         del self.model.language_model
 
     def pack(self) -> None:
