@@ -126,7 +126,7 @@ async def measure(llm: AsyncLLM, tiles: int, seconds: float) -> None:
 
     for has_images in (False, True):
         gaps.clear()
-        if has_images:  # its processes start with the first
+        if has_images:  # the tower and its threads are warm after the first
             end = 1.0
             await asyncio.gather(stream(0), encode_once(llm, tiles))
             gaps.clear()

@@ -30,6 +30,14 @@ ARCHITECTURES = {
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
 _RECURRENT = {"conv", "linear_attention", "mamba"}
 """Kinds of layers."""
+_STATE_SIZES = {
+    "granitehybrid": ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head"),
+    "qwen3next": (
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+        "linear_value_head_dim",
+    ),
+}  # fmt: skip
+"""Of a configuration: the convolution's width, the state's size, groups, heads, and a head's size."""
 _SCALES = {  # where each type has numbers in float16
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
@@ -188,19 +196,16 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str)
         writer.add_head_count_kv([0 if kind in _RECURRENT else kv_heads for kind in config["layer_types"]])
     else:
         writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
+    if arch in _STATE_SIZES:
+        conv, state, groups, heads_of_states, head_size = (config[name] for name in _STATE_SIZES[arch])
+        writer.add_ssm_conv_kernel(conv)
+        writer.add_ssm_state_size(state)
+        writer.add_ssm_group_count(groups)
+        writer.add_ssm_time_step_rank(heads_of_states)
+        writer.add_ssm_inner_size(heads_of_states * head_size)
     if arch == "granitehybrid":
-        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-        writer.add_ssm_state_size(config["mamba_d_state"])
-        writer.add_ssm_group_count(config["mamba_n_groups"])
-        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
         writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
     if arch == "qwen3next":
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(config["linear_key_head_dim"])
-        writer.add_ssm_group_count(config["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
         writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     if arch in ("lfm2", "lfm2moe"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])

@@ -24,7 +24,8 @@ from quire_engine.models.options import GatedDeltaOptions
 from quire_engine.models.step_context import StepContext
 
 OPEN_GATE = 32.0
-"""Its SiLU is the same number, exactly, which divides the norm's weight: a norm alone."""
+"""Its SiLU is the same number, exactly, which divides the norm's weight: a norm of each head alone. `rms_norm` would
+take the heads as rows, of which a recorded step may have no more than tokens."""
 
 
 class _KeyedDecays(SlicedWeight):
