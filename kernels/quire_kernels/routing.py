@@ -10,7 +10,7 @@ section 2.1.2).
 
 import torch
 
-from quire_kernels.cpu import check_tensor, launch, library, pointer, structure, uses_triton, with_dense_rows
+from quire_kernels.cpu import launch, library, pointer, structure, uses_triton, with_dense_rows
 
 _RouteCall = structure("RouteCall")
 _GroupedRouteCall = structure("GroupedRouteCall")
@@ -44,9 +44,8 @@ def topk_softmax(
     rows, experts = logits_TX.shape
     if not 0 < top_k <= experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to the number of experts, {experts}")
-    _check_counts(counts_X, logits_TX)
-    if scale_X is not None:
-        check_tensor("scale_X", scale_X, torch.float32, experts)
+    _check_of_experts("counts_X", counts_X, torch.int64, logits_TX)
+    _check_of_experts("scale_X", scale_X, torch.float32, logits_TX)
     if library() is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
         weights, expert_ids = _topk_softmax_torch(logits_TX, top_k, renormalize, jitter)
         return _counted((weights if scale_X is None else weights * scale_X[expert_ids], expert_ids), counts_X)
@@ -99,9 +98,8 @@ def grouped_topk(
     most = experts // num_groups * top_groups
     if not 0 < top_k <= most:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to {most}, the experts of top_groups={top_groups}")
-    if bias_X is not None:
-        check_tensor("bias_X", bias_X, torch.float32, experts)
-    _check_counts(counts_X, logits_TX)
+    _check_of_experts("bias_X", bias_X, torch.float32, logits_TX)
+    _check_of_experts("counts_X", counts_X, torch.int64, logits_TX)
     if library() is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
         keys_TX = scores_TX = logits_TX.softmax(1) if scoring == "softmax" else logits_TX.sigmoid()
         if bias_X is not None:
@@ -124,13 +122,15 @@ def _checked_logits(logits_TX: torch.Tensor) -> torch.Tensor:
     return with_dense_rows(logits_TX)
 
 
-def _check_counts(counts_X: torch.Tensor | None, logits_TX: torch.Tensor) -> None:
-    if counts_X is None:
+def _check_of_experts(
+    name: str, numbers_X: torch.Tensor | None, dtype: torch.dtype, logits_TX: torch.Tensor
+) -> None:
+    if numbers_X is None:
         return
-    if counts_X.dtype != torch.int64 or counts_X.device != logits_TX.device:
-        raise TypeError(f"counts_X is {counts_X.dtype} on {counts_X.device}; it must be int64 on {logits_TX.device}")
-    if counts_X.shape != logits_TX.shape[1:] or not counts_X.is_contiguous():
-        raise ValueError(f"counts_X is {list(counts_X.shape)}; it must be {list(logits_TX.shape[1:])}, without gaps")
+    if numbers_X.dtype != dtype or numbers_X.device != logits_TX.device:
+        raise TypeError(f"{name} is {numbers_X.dtype} on {numbers_X.device}; it must be {dtype} on {logits_TX.device}")
+    if numbers_X.shape != logits_TX.shape[1:] or not numbers_X.is_contiguous():
+        raise ValueError(f"{name} is {list(numbers_X.shape)}; it must be {list(logits_TX.shape[1:])}, without gaps")
 
 
 def _counted(

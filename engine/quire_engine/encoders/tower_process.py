@@ -44,6 +44,7 @@ def main() -> None:
     if device_name.startswith("auto"):
         device_name = device_name.replace("auto", "cuda") if torch.cuda.is_available() else "cpu"
     device = torch.device(device_name)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions of a tower in float32 keep all bits
     family = find_family(Path(folder))
     assert family is not None
     tower: torch.nn.Module | None = None

@@ -102,7 +102,7 @@ class RowColumn:
         dtype: int64 or float32.
         width: how many values each row has.
         fill: what rows of padding have.
-        is_optional: a step that is computed op by op has no such column if all its rows would have `fill`.
+        is_optional: a step has no such column if all its rows would have `fill`. (A recorded step always has it.)
     """
 
     name: str
@@ -111,6 +111,10 @@ class RowColumn:
     width: int = 1
     fill: int = 0
     is_optional: bool = False
+
+    def is_needed(self, values: npt.NDArray[Any]) -> bool:
+        """Whether a step with these values has the column."""
+        return not self.is_optional or bool((values != self.fill).any())
 
 
 def _adapter_slots(rows: StepRows, batch: Any) -> Int64Array:
@@ -298,8 +302,7 @@ class ContextBuilder:
             The context, and the others on the device.
         """
         values = [column.values(rows) for column in self.columns]
-        pairs = zip(self.columns, values, strict=True)
-        has = [not column.is_optional or bool((own != column.fill).any()) for column, own in pairs]
+        has = [column.is_needed(own) for column, own in zip(self.columns, values, strict=True)]
         num_groups, num_columns = len(self.block_tables), sum(has)
         states = () if rows.states is None else rows.states.arrays
         width = -(-int(rows.seq_lens.max()) // self.block_size)

@@ -2,11 +2,11 @@
 
 ::
 
-    shrink   program (tile of T and slot, projection and block of R):  x · Aᵀ                  ─► hidden [T, P, R]
-    expand   program (tile of T and slot, block of N, projection):     out + hidden · Bᵀ       ─► out [T, N], in place
+    shrink   program (tile of T and number, projection and block of R):  x · Aᵀ                ─► hidden [T, P, R]
+    expand   program (tile of T and number, block of N, projection):     out + hidden · Bᵀ     ─► out [T, N], in place
 
-A program computes those rows of its tile that have its slot, and returns at once if there are none: a batch without
-adapters costs two launches, and a CUDA graph can hold both whatever the slots have. A and B are found by their
+A tile of T has at most as many slots as rows: program number n computes the rows of the n-th, and returns at once if
+there are fewer. So a CUDA graph can hold both kernels whatever slots the rows have. A and B are found by their
 addresses. Tiles always have the same shape, so a row's result is the same in any batch.
 """
 
@@ -19,27 +19,32 @@ from quire_kernels.gpu.interpreter import cast, dot
 BLOCK_M = 16
 """Rows of a tile: the fewest that the tensor cores take, as decodes have a different adapter in most rows."""
 BLOCK_R = 16
-BLOCK_N = 64
+BLOCK_N = 256
 
 
 @triton.jit
-def _rows_of_slot(index, rows, num_slots, BLOCK_M: tl.constexpr):
-    """The slot of a program, its rows, and which of these have that slot."""
-    tile, slot = tl.program_id(0) // num_slots, tl.program_id(0) % num_slots
-    rows_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    has_M = tl.load(index + rows_M, mask=rows_M < rows, other=-1) == slot
-    return slot, rows_M.to(tl.int64), has_M
+def _rows_of_slot(index, rows, num_slots: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The slot of a program, -1 if its tile has fewer; the tile's rows; and which of these have that slot."""
+    tile, number = tl.program_id(0) // num_slots, tl.program_id(0) % num_slots
+    m_M = tl.arange(0, BLOCK_M)
+    rows_M = tile * BLOCK_M + m_M
+    slots_M = tl.load(index + rows_M, mask=rows_M < rows, other=-1)
+    is_earlier_MM = (slots_M[:, None] == slots_M[None, :]) & (m_M[:, None] > m_M[None, :])
+    is_first_M = (tl.sum(is_earlier_MM.to(tl.int32), 1) == 0) & (slots_M >= 0)
+    is_chosen_M = is_first_M & (tl.cumsum(is_first_M.to(tl.int32), 0) == number + 1)
+    slot = tl.max(tl.where(is_chosen_M, slots_M, -1), 0)
+    return slot, rows_M.to(tl.int64), slots_M == slot
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _lora_shrink_kernel(
-    x, index, pairs, hidden, rows, x_stride, num_slots, num_projections,
-    IN_FEATURES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, index, pairs, hidden, rows, x_stride, num_projections,
+    NUM_SLOTS: tl.constexpr, IN_FEATURES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile and slot, projection and block of ranks)."""
-    slot, rows_M, has_M = _rows_of_slot(index, rows, num_slots, BLOCK_M)
-    if tl.max(has_M.to(tl.int32), 0) == 0:
+    """Program (tile and number, projection and block of ranks)."""
+    slot, rows_M, has_M = _rows_of_slot(index, rows, NUM_SLOTS, BLOCK_M)
+    if slot < 0:
         return
     projection = tl.program_id(1) // tl.cdiv(HIDDEN, BLOCK_R)
     ranks_R = tl.program_id(1) % tl.cdiv(HIDDEN, BLOCK_R) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -63,13 +68,14 @@ def _lora_shrink_kernel(
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def _lora_expand_kernel(
-    hidden, index, pairs, ends, out, rows, first, columns, out_stride, num_slots, num_projections,
-    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    hidden, index, pairs, ends, out, rows, first, columns, out_stride, num_projections,
+    NUM_SLOTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile and slot, block of output features, projection). `first` is the number in the table of the first of
-    `columns`."""
-    slot, rows_M, has_M = _rows_of_slot(index, rows, num_slots, BLOCK_M)
-    if tl.max(has_M.to(tl.int32), 0) == 0:
+    """Program (tile and number, block of output features, projection). `first` is the number in the table of the first
+    of `columns`."""
+    slot, rows_M, has_M = _rows_of_slot(index, rows, NUM_SLOTS, BLOCK_M)
+    if slot < 0:
         return
     projection = tl.program_id(2)
     pair = pairs + (slot * num_projections + projection) * 3
@@ -99,10 +105,11 @@ def shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, pairs: torch.Tensor, hidde
     """Write `x · Aᵀ` of the rows that have an adapter, up to its rank; `pairs` is `LoraTable.pairs`."""
     (rows, in_features), (max_loras, projections, _), hidden_size = x_TK.shape, pairs.shape, hidden_TPR.shape[2]
     if rows:
-        grid = triton.cdiv(rows, BLOCK_M) * max_loras, projections * triton.cdiv(hidden_size, BLOCK_R)
+        num_slots = min(max_loras, BLOCK_M)
+        grid = triton.cdiv(rows, BLOCK_M) * num_slots, projections * triton.cdiv(hidden_size, BLOCK_R)
         _lora_shrink_kernel[grid](
-            x_TK, slots_T, pairs, hidden_TPR, rows, x_TK.stride(0), max_loras, projections,
-            IN_FEATURES=in_features, HIDDEN=hidden_size, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+            x_TK, slots_T, pairs, hidden_TPR, rows, x_TK.stride(0), projections,
+            NUM_SLOTS=num_slots, IN_FEATURES=in_features, HIDDEN=hidden_size, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
             BLOCK_K=64 if x_TK.itemsize == 4 else 128, num_warps=4, num_stages=4,
         )  # fmt: skip
 
@@ -121,7 +128,10 @@ def expand(
     (rows, columns), (max_loras, projections, _) = out_TN.shape, pairs.shape
     assert out_TN.stride(1) == 1
     if rows:
-        _lora_expand_kernel[(triton.cdiv(rows, BLOCK_M) * max_loras, triton.cdiv(largest, BLOCK_N), projections)](
-            hidden_TPR, slots_T, pairs, ends, out_TN, rows, first, columns, out_TN.stride(0), max_loras, projections,
-            HIDDEN=hidden_TPR.shape[2], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, num_warps=4,
+        num_slots = min(max_loras, BLOCK_M)
+        grid = triton.cdiv(rows, BLOCK_M) * num_slots, triton.cdiv(largest, BLOCK_N), projections
+        _lora_expand_kernel[grid](
+            hidden_TPR, slots_T, pairs, ends, out_TN, rows, first, columns, out_TN.stride(0), projections,
+            NUM_SLOTS=num_slots, HIDDEN=hidden_TPR.shape[2], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R,
+            num_warps=4,
         )  # fmt: skip

@@ -13,6 +13,7 @@ Wheels are fetched with pip, for that Python and manylinux on x86-64, and unpack
 """
 
 import argparse
+import lzma
 import os
 import re
 import shutil
@@ -95,7 +96,8 @@ def _libraries_of(program: Path, folder: Path) -> set[str]:
 
 def archive(folder: Path, target: Path) -> None:
     """Compress what is in a folder."""
-    with tarfile.open(target, "w:xz", preset=9) as tar:
+    machine_code_first = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+    with lzma.open(target, "w", filters=machine_code_first) as file, tarfile.open(fileobj=file, mode="w") as tar:
         for path in sorted(folder.iterdir()):
             tar.add(path, path.name)
     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 2**20:.1f} MiB")

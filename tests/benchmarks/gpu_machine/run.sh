@@ -4,7 +4,7 @@
 #     tests/benchmarks/gpu_machine/run.sh tests|bench|server [ARGUMENTS]
 #
 #     tests     on one device: the kernels' numeric tests; the engine token for token as transformers in float32, and
-#               in bf16 as without CUDA graphs and steps ahead; adapters; what a GPU's memory is divided into, and
+#               in bf16 as without CUDA graphs and steps ahead; adapters; images; what a GPU's memory is divided into, and
 #               given back; sleep. ARGUMENTS: these files instead, and pytest's options
 #     bench     tests/benchmarks/gpu.py; ARGUMENTS go there (--only decode steps)
 #     server    a whole tritonserver with a dummy of 1B under 64 gRPC streams; ARGUMENTS go to server.py beside this
@@ -51,6 +51,7 @@ case $stage in
       tests/unit/engine/test_shutdown.py
       tests/unit/engine/test_sleep.py
       tests/unit/engine/adapters
+      tests/unit/engine/encoders/test_pictures.py
       tests/unit/engine/worker/test_device.py
       tests/unit/engine/worker/test_cache_memory.py
       tests/unit/engine/worker/test_decode_graphs.py

@@ -339,3 +339,18 @@ def test_experts_that_are_not_alike_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="must"):
             pack_experts(*bad)
+
+
+def test_the_numbers_of_experts_lie_where_the_logits_do() -> None:
+    """On another device than the CPU, of which this one has no memory."""
+    logits, numbers, counts = (
+        torch.empty(shape, device="meta", dtype=dtype)
+        for shape, dtype in (((3, 8), torch.float32), ((8,), torch.float32), ((8,), torch.int64))
+    )
+    grouped = {"num_groups": 4, "top_groups": 2, "scoring": "sigmoid", "bias_X": numbers}
+    for weights, ids in (
+        topk_softmax(logits, 2, True, counts, scale_X=numbers),
+        grouped_topk(logits, 2, True, counts_X=counts, **grouped),
+    ):
+        assert weights.device.type == ids.device.type == "meta"
+        assert weights.shape == ids.shape == (3, 2)

@@ -22,6 +22,9 @@ drafts need no other kernel than rows without, and have the same bits. ::
 Rows of padding are requests of one token; their keys, values and states go to scratch blocks, and their token goes to a
 scratch slot. The graphs share their memory, as no two of them run at the same time.
 
+Where the model has optional columns, which are the adapters of rows, there are two forward graphs of each size: a step
+that has none of them pays nothing for those that have.
+
 A layer that keeps a state computes the rows of a request one after the other. So where there is one, each row is
 another request, without drafts, and stores one state. A request whose accepted drafts fill a block stores two, and its
 step is computed without a graph.
@@ -66,6 +69,8 @@ Capture: TypeAlias = Callable[[Function], Function]
 class _Graph:
     forward: Function
     sample: Function | None
+    without_optional: Function | None = None
+    """The forward without the optional columns; None: there are none."""
 
 
 class DeviceBlockTable:
@@ -251,7 +256,7 @@ class DecodeGraphs:
             for spec, plan in self._plans.items()
         }
 
-        def forward() -> None:
+        def forward(has_optional: bool) -> None:
             slots = column["slots"]
             states: tuple[torch.Tensor, ...] = ()
             if self._batch.has_states:
@@ -261,7 +266,8 @@ class DecodeGraphs:
             context = self._contexts.build(
                 column["slot_mapping"].reshape(-1, size).unbind(),
                 [table.by_slot[slots] for table in self._block_tables], [plans] * len(self._block_tables),
-                [column[own.name] for own in self._batch.columns], positions=column["positions"],
+                [column[own.name] if has_optional or not own.is_optional else None for own in self._batch.columns],
+                positions=column["positions"],
                 query_start_loc=self._query_start_loc[: size + 1], seq_lens=column["seq_lens"], states=states,
             )  # fmt: skip
             token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
@@ -280,9 +286,14 @@ class DecodeGraphs:
             self._last_token_ids[column["slots"]] = token_ids
 
         nothing = StepInputs.of(self._batch, SchedulerOutput({}))
-        (padding,) = upload(self._inputs.device, self._lay_out(nothing, size))
+        (padding,) = upload(self._inputs.device, self._lay_out(nothing, size)[0])
         self._inputs[: len(padding)].copy_(padding)
-        return _Graph(self._capture(forward), self._capture(sample_tokens) if self.samples else None)
+        has_optional = any(one.is_optional for one in self._batch.columns)
+        return _Graph(
+            self._capture(functools.partial(forward, True)),
+            self._capture(sample_tokens) if self.samples else None,
+            self._capture(functools.partial(forward, False)) if has_optional else None,
+        )
 
     def _views(self, size: int) -> dict[str, torch.Tensor]:
         """The views from which the graphs of a size read each column: [size], or [width, size]."""
@@ -294,16 +305,18 @@ class DecodeGraphs:
             start += column.width
         return views
 
-    def _lay_out(self, inputs: StepInputs, size: int) -> Int64Array:
-        num_rows, start = len(inputs.token_ids), 0
+    def _lay_out(self, inputs: StepInputs, size: int) -> tuple[Int64Array, bool]:
+        """What a graph reads, and whether an optional column is needed."""
+        num_rows, start, has_optional = len(inputs.token_ids), 0, False
         words = np.zeros((self._num_planes, _round_up(size, COLUMN_STEP)), dtype=np.int64)
         for column in self._columns:
             planes: npt.NDArray[Any] = words[start : start + column.width].view(column.dtype)
             planes[:, :num_rows] = column.values(inputs)
+            has_optional |= column.is_optional and column.is_needed(planes[:, :num_rows])
             if column.fill:
                 planes[:, num_rows:] = column.fill
             start += column.width
-        return words.reshape(-1)
+        return words.reshape(-1), has_optional
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether the step samples after each of its tokens, embeds all of them, stores one state of each, if there are
@@ -316,12 +329,13 @@ class DecodeGraphs:
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         num_rows = len(inputs.token_ids)
         size = self._sizes[bisect_left(self._sizes, num_rows)]
-        words = self._lay_out(inputs, size)
+        words, has_optional = self._lay_out(inputs, size)
         (uploaded,) = upload(self._inputs.device, words)
         self._inputs[: len(words)].copy_(uploaded)
         for table in self._block_tables:
             table.update(inputs.slots)
-        self._graphs[size].forward()
+        graph = self._graphs[size]
+        (graph.forward if has_optional or graph.without_optional is None else graph.without_optional)()
         return self._hidden[:num_rows]
 
     def sample(self, inputs: StepInputs) -> torch.Tensor:

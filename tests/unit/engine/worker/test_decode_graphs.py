@@ -15,10 +15,12 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import STATE
 from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.step_context import ADAPTER
 from quire_engine.worker import model_loader
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.decode_graphs import (
+    COLUMN_STEP,
     DecodeGraphs,
     DeviceBlockTable,
     _Graph,
@@ -150,7 +152,7 @@ def test_rows_of_padding_go_where_nobody_reads() -> None:
     graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda: run_as_captured)  # type: ignore[arg-type]
     graphs._declare_columns(144)
     inputs = StepInputs.of(batch, SchedulerOutput({"a": 1, "b": 1}))
-    graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4))
+    graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4)[0])
     columns = {name: column.tolist() for name, column in graphs._views(4).items()}
     floats = [columns.pop(name) for name in ("temperature", "top_p", "min_p")]
     assert columns == {
@@ -178,7 +180,7 @@ def test_a_draft_is_a_row_of_its_requests_blocks_that_ends_there() -> None:
     graphs._sizes = [4]
     inputs = StepInputs.of(batch, SchedulerOutput({"a": 3, "b": 1}, draft_token_ids={"a": [71, 72]}))
     assert graphs.takes(inputs)
-    graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4))
+    graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4)[0])
     columns = {name: column.tolist() for name, column in graphs._views(4).items()}
     a, b = batch.slots["a"], batch.slots["b"]
     assert (columns["token_ids"], columns["from_device"]) == ([15, 71, 72, 2], [0, 0, 0, 0])
@@ -209,7 +211,7 @@ def test_a_row_goes_on_from_the_state_of_its_request() -> None:
         target = int(batch.block_tables[1][a, 8 // block_size])
         inputs = StepInputs.of(batch, SchedulerOutput({"a": 1, "b": 1}))
         assert graphs.takes(inputs) == takes
-        graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 3))
+        graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 3)[0])
         columns = {name: column.tolist() for name, column in graphs._views(3).items()}
         own = int(batch.block_tables[1][b, 0])
         assert columns["state_sources"] == [50, own, -1]
@@ -217,6 +219,23 @@ def test_a_row_goes_on_from_the_state_of_its_request() -> None:
         assert columns["state_targets"] == [target, own, 9]
         batch.place_drafts("b", [71])
         assert not graphs.takes(StepInputs.of(batch, SchedulerOutput({"b": 2}, draft_token_ids={"b": [71]})))
+
+
+@pytest.mark.parametrize(("slots", "graph"), [((-1, -1), "without"), ((-1, 0), "with")])
+def test_a_step_without_adapters_has_no_column_of_them(slots: tuple[int, int], graph: str) -> None:
+    batch = InputBatch(2, 64, 16, 100, columns=(ADAPTER,))
+    for name, block in (("a", 1), ("b", 2)):
+        batch.add(NewRequestData(name, [7], 1, SamplingParams(), [], [block], 0))
+    batch.adapter_slots[:2] = slots
+    graphs = DecodeGraphs(None, [], batch, torch.zeros(3), 64, lambda: run_as_captured)  # type: ignore[arg-type]
+    graphs._declare_columns(0)
+    graphs._inputs = torch.zeros(graphs._num_planes * COLUMN_STEP, dtype=torch.int64)
+    graphs._block_tables, graphs._hidden, graphs._sizes = [], torch.zeros(2, 4), [2]
+    replayed: list[str] = []
+    graphs._graphs = {2: _Graph(lambda: replayed.append("with"), None, lambda: replayed.append("without"))}
+    graphs(StepInputs.of(batch, SchedulerOutput({"a": 1, "b": 1})))
+    assert replayed == [graph]
+    assert graphs._views(2)["adapter"].tolist() == list(slots)
 
 
 @pytest.mark.parametrize("layers", [(0, 2), (0, 1, 2)], ids=str)
