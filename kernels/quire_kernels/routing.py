@@ -122,9 +122,7 @@ def _checked_logits(logits_TX: torch.Tensor) -> torch.Tensor:
     return with_dense_rows(logits_TX)
 
 
-def _check_of_experts(
-    name: str, numbers_X: torch.Tensor | None, dtype: torch.dtype, logits_TX: torch.Tensor
-) -> None:
+def _check_of_experts(name: str, numbers_X: torch.Tensor | None, dtype: torch.dtype, logits_TX: torch.Tensor) -> None:
     if numbers_X is None:
         return
     if numbers_X.dtype != dtype or numbers_X.device != logits_TX.device:
