@@ -137,28 +137,16 @@ class InputProcessor:
             token_ids = token_ids[-max_prompt_tokens:]
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_words_token_ids=self._tokenize_bad_words(params.bad_words))
-        validate_request(
-            token_ids,
-            params,
-            vocab_size=self._ready.vocab_size,
-            max_model_len=self._ready.max_model_len,
-            num_kv_cache_tokens=self._ready.num_kv_cache_tokens,
-            prompt_name=name,
-            scheduling_policy=self._ready.scheduling_policy,
-            prompt_parts=prompt_parts,
-            hidden_size=self._ready.hidden_size,
-            num_deepstack_layers=self._ready.num_deepstack_layers,
-            pooling_params=resolved,
-            pooling=self._ready.pooling,
-        )
-        self._check_that_something_is_left(params)
         if params.seed is None and not params.is_greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(64))
-        return EngineCoreRequest(
+        request = EngineCoreRequest(
             request_id or secrets.token_hex(8), token_ids, params, options, prompt_parts,
             arrived_at=arrived_at, slo_targets=slo_targets, prompt=text, encode_seconds=encode_seconds,
             eos_token_id=self._eos_token_id,
         )  # fmt: skip
+        validate_request(request, self._ready, name)
+        self._check_that_something_is_left(params)
+        return request
 
     @property
     def chat_template(self) -> str | None:
