@@ -513,7 +513,7 @@ class AsyncLLM:
         if mode not in ("wait", "abort"):
             raise RequestError("mode", f"mode is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
         await self._start_alive()
-        await self._client.sleep(level, self._abort_all if mode == "abort" else None)
+        await self._client.calls.sleep(level, self._abort_all if mode == "abort" else None)
 
     def _abort_all(self) -> None:
         for request_id in self._output_processor.request_ids:
@@ -530,7 +530,7 @@ class AsyncLLM:
     @property
     def sleep_level(self) -> int:
         """0 while the engine is awake. Unlike `is_sleeping`, this asks no engine."""
-        return self._client.sleep_level
+        return self._client.calls.sleep_level
 
     async def update_weights(self, weights_path: str) -> None:
         """Compute with the weights of another folder, on all replicas and ranks or on none. Live requests end first,
@@ -656,7 +656,7 @@ class AsyncLLM:
 
     async def _call_utility(self, call: UtilityCall) -> UtilityResult:
         await self._start_alive()
-        return await self._client.call_utility(call)
+        return await self._client.calls.call(call)
 
     def shutdown(self) -> None:
         """End the engine core and wait for it. Live requests end with an error. Idempotent."""
