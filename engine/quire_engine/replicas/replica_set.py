@@ -50,8 +50,9 @@ from quire_engine.messages import (
 from quire_engine.replicas.disaggregation import Disaggregation
 from quire_engine.replicas.engine_calls import EngineCalls
 from quire_engine.replicas.link import LocalLink
+from quire_engine.replicas.local_replica import LocalReplica
 from quire_engine.replicas.lockstep import LockstepOwner
-from quire_engine.replicas.replica import LocalReplica, Replica
+from quire_engine.replicas.replica import Replica
 from quire_engine.replicas.router import Router
 from quire_engine.stats import IterationStats
 from quire_engine.system.memory import available_memory_bytes

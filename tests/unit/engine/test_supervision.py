@@ -16,7 +16,7 @@ import pytest
 import zmq
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from quire_engine.frontend.chat_template import ChatTemplateRenderer
-from quire_engine.replicas.replica import LocalReplica
+from quire_engine.replicas.local_replica import LocalReplica
 from quire_engine.system import crash_loop
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
 from support.processes import children, is_gone, open_descriptors, state
