@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire_engine.adapters.registry import AdapterRegistry
 from quire_engine.config import EngineConfig
@@ -66,6 +66,7 @@ from quire_engine.system.process_state import is_running
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 MAX_IMAGE_THREADS = 8
 """Prompts with images that are processed at once; their images take turns, and those that are cached do not wait."""
 LOOK_SECONDS = 0.25
@@ -236,7 +237,7 @@ class AsyncLLM:
             EngineDeadError: the engine core died, and restarts fail or `replay_on_crash` is off.
         """
         await self.start()
-        adapter = None if lora_request is None else await self.find_adapter(lora_request)
+        adapter = await self._find_adapter(lora_request)
         options = RequestOptions(
             deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, adapter=adapter
         )
@@ -269,10 +270,20 @@ class AsyncLLM:
         if not (isinstance(prompt, Mapping) and prompt.get("multi_modal_data")):
             return self.input_processor.process(prompt, *arguments, **options)
         process = partial(self.input_processor.process, prompt, *arguments, **options)
+        return await self._run_in(self._image_threads, process)
+
+    async def _run_in(self, threads: ThreadPoolExecutor, function: Callable[[], _T]) -> _T:
+        """The result of a function that prepares a request. Raises EngineDeadError if `shutdown` comes meanwhile."""
+
+        def run() -> _T:
+            if self.dead_error is not None:
+                raise EngineDeadError(self.dead_error)
+            return function()
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._image_threads, process)
+            return await asyncio.get_running_loop().run_in_executor(threads, run)
         except (RequestError, RuntimeError):
-            if self.dead_error is not None:  # it was shut down meanwhile
+            if self.dead_error is not None:
                 raise EngineDeadError(self.dead_error) from None
             raise
 
@@ -301,7 +312,7 @@ class AsyncLLM:
             lora_request: likewise.
         """
         await self.start()
-        adapter = None if lora_request is None else await self.find_adapter(lora_request)
+        adapter = await self._find_adapter(lora_request)
         options = RequestOptions(
             deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, pooling_params=pooling_params,
             adapter=adapter,
@@ -390,25 +401,12 @@ class AsyncLLM:
         Raises:
             RequestError: the checkpoint has no chat template, or the conversation cannot be served.
         """
-        outputs = self.generate(await self._render(messages), sampling_params, request_id, **options)
+        render = partial(self.input_processor.apply_chat_template, Conversation(messages))
+        prompt = await self._run_in(self._renderer, render)
+        outputs = self.generate(prompt, sampling_params, request_id, **options)
         async with aclosing(outputs):  # leaving this iteration early leaves that one, too
             async for output in outputs:
                 yield output
-
-    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """The prompt of a conversation. Conversations are rendered one at a time; other requests do not wait."""
-
-        def render() -> Prompt:
-            if self.dead_error is not None:
-                raise EngineDeadError(self.dead_error)
-            return self.input_processor.apply_chat_template(Conversation(messages))
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._renderer, render)
-        except (RequestError, RuntimeError):
-            if self.dead_error is not None:  # it was shut down meanwhile
-                raise EngineDeadError(self.dead_error) from None
-            raise
 
     async def beam_search(
         self,
@@ -428,7 +426,7 @@ class AsyncLLM:
         """
         request = await self._process(prompt, SamplingParams(max_tokens=1), request_id)
         search = BeamSearch(request, params, self._client.ready)
-        adapter = None if lora_request is None else await self.find_adapter(lora_request)
+        adapter = await self._find_adapter(lora_request)
         while search.beams:
             steps = [self._last_output(beam.tokens, search.step_params, adapter) for beam in search.beams]
             search.advance([next_logprobs(output) for output in await gather_or_cancel(steps)])
@@ -474,21 +472,16 @@ class AsyncLLM:
         its next request. Raises UnknownAdapterError; RequestError: too many are pinned."""
         await self._call_utility(PinAdapter(self.adapters.pin(lora_name)))
 
-    async def find_adapter(self, lora_request: LoRARequest | Adapter) -> Adapter:
-        """The adapter that a request names. One that is not registered is read from its path first; one that was found
-        is returned.
+    async def _find_adapter(self, lora_request: LoRARequest | Adapter | None) -> Adapter | None:
+        """The adapter that a request names. One that is not registered is read from its path first.
 
         Raises:
             UnknownAdapterError: it is not registered, and has no path.
             RequestError, CheckpointError: as of `add_lora`.
         """
-        if isinstance(lora_request, Adapter):
-            return lora_request
         if self.adapters.needs_reading(lora_request):
             return (await self.add_lora(lora_request)).adapter
-        adapter = self.adapters.find(lora_request)
-        assert adapter is not None
-        return adapter
+        return self.adapters.find(lora_request)
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache, for example after new weights. Running requests are not affected."""
@@ -513,7 +506,7 @@ class AsyncLLM:
         if mode not in ("wait", "abort"):
             raise RequestError("mode", f"mode is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
         await self._start_alive()
-        await self._client.sleep(level, self._abort_all if mode == "abort" else None)
+        await self._client.calls.sleep(level, self._abort_all if mode == "abort" else None)
 
     def _abort_all(self) -> None:
         for request_id in self._output_processor.request_ids:
@@ -530,7 +523,7 @@ class AsyncLLM:
     @property
     def sleep_level(self) -> int:
         """0 while the engine is awake. Unlike `is_sleeping`, this asks no engine."""
-        return self._client.sleep_level
+        return self._client.calls.sleep_level
 
     async def update_weights(self, weights_path: str) -> None:
         """Compute with the weights of another folder, on all replicas and ranks or on none. Live requests end first,
@@ -656,7 +649,7 @@ class AsyncLLM:
 
     async def _call_utility(self, call: UtilityCall) -> UtilityResult:
         await self._start_alive()
-        return await self._client.call_utility(call)
+        return await self._client.calls.call(call)
 
     def shutdown(self) -> None:
         """End the engine core and wait for it. Live requests end with an error. Idempotent."""

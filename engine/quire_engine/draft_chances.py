@@ -14,7 +14,7 @@ _NUM_PARTS = 16
 _PRIOR_WEIGHT = 4.0
 """How many comparisons the given chance weighs as much as."""
 _KEPT = 0.998
-"""Of what is known of a part, at each new comparison in it."""
+"""Weight that earlier comparisons of a part keep at each new one."""
 
 
 class DraftChances(msgspec.Struct, array_like=True):

@@ -459,9 +459,7 @@ class LLM:
         return [self._find_adapter(request) for request in lora_request]
 
     def _find_adapter(self, request: LoRARequest | Adapter | None) -> Adapter | None:
-        if isinstance(request, Adapter):
-            return request
-        if request is not None and self._adapters.needs_reading(request):
+        if self._adapters.needs_reading(request):
             return self.add_lora(request).adapter
         return self._adapters.find(request)
 

@@ -39,7 +39,7 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
     rank: int
     """The largest of its matrices'."""
     num_bytes: int
-    """Of its weights, as the file has them."""
+    """The size of its weights in the file."""
     target_modules: list[str]
     """The last parts of the names of the layers that it changes."""
     state: AdapterState = "disk"

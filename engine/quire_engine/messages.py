@@ -319,6 +319,7 @@ class EngineCoreReady(msgspec.Struct):
     """Processes of the ranks; empty if they run in the engine core's own process."""
     num_kv_cache_tokens: int = 0
     """Tokens of the longest request that fits the whole KV cache."""
+    max_num_batched_tokens: int = 0
     cpu_cache_bytes: int = 0
     """Memory of the machine that its KV cache takes once all of it is used; 0 on GPUs and with Ray."""
     hidden_size: int = 0

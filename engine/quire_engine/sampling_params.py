@@ -263,7 +263,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 NO_OPTIONS = RequestOptions()
 _FIELD_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
-"""Of `SamplingParams`: reading them takes longer than all checks of an instance."""
+"""Read once: this takes longer than all checks of an instance."""
 _NOT_FOR_CLIENTS = ("bad_words_token_ids", "beam_width")
 
 

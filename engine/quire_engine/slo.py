@@ -84,7 +84,7 @@ class SLOVerdict:
 
     good: bool
     cause: str = "none"
-    """Of a miss: "ttft", "tpot" or "e2e", the target that was missed first; "rejected" or "error"."""
+    """The cause of a miss: "ttft", "tpot" or "e2e", the target that was missed first; "rejected" or "error"."""
 
     @property
     def verdict(self) -> str:

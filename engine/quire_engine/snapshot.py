@@ -205,7 +205,7 @@ class EndedRequest(msgspec.Struct, omit_defaults=True):
     number: int
     """Counts the requests that have ended since the model was loaded, from 0."""
     time_unix: float
-    """Of its end."""
+    """When it ended."""
     finish_reason: str
     id: str = ""
     label: str = ""

@@ -87,7 +87,7 @@ class KVConnectorStats(msgspec.Struct, array_like=True):
     """Blocks that could not be saved: no room, no permission, too late."""
     num_loaded_bytes: int = 0
     num_saved_bytes: int = 0
-    """Of all ranks' parts, like the loaded bytes."""
+    """Bytes of all ranks' parts, like the loaded bytes."""
     tiers: dict[str, list[int]] = {}
     """By store, if there are several: blocks saved and loaded, and failures of both (`board.TierOutcome`)."""
 
@@ -291,7 +291,7 @@ class ImageStats(msgspec.Struct):
     """Found among those that were encoded last."""
     num_failed: int = 0
     encode_seconds: list[float] = []
-    """Of each that was encoded: decoding and encoding, without the wait for others."""
+    """For each that was encoded: decoding and encoding, without the wait for others."""
 
 
 class IterationStats(msgspec.Struct):
@@ -303,7 +303,7 @@ class IterationStats(msgspec.Struct):
     num_generation_tokens: int = 0
     time_to_first_token_seconds: list[float] = []
     first_token_slo_classes: list[str] = []
-    """Of the same requests."""
+    """The classes of the same requests."""
     inter_token_seconds: list[float] = []
     phases: list[tuple[RequestPhase, float]] = []
     """Phases of requests that have ended, and their seconds."""

@@ -224,7 +224,7 @@ class _Config:
             raise self.error("layers_to_transform", "must be unset where target_modules is no list, as in PEFT")
 
     def scaling(self, name: str) -> float:
-        """Of a layer, by transformers' name."""
+        """The scale of a layer, by transformers' name."""
         alpha, rank = self._of_pattern(self.alphas, name, self.alpha), self.rank_of(name)
         return alpha / (math.sqrt(rank) if self.is_stabilized else rank)
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeGuard
 
 import msgspec
 
@@ -76,23 +77,24 @@ class AdapterRegistry:
             self._note_end(before)
         return info
 
-    def find(self, request: LoRARequest | None) -> Adapter | None:
-        """What a request uses that names a registered adapter, whatever its path. None: no adapter.
+    def find(self, request: LoRARequest | Adapter | None) -> Adapter | None:
+        """The adapter of a request: the registered one of that name, whatever its path; or one that was found before.
+        None: no adapter.
 
         Raises:
             UnknownAdapterError: there is none of that name.
         """
-        if request is None:
-            return None
+        if request is None or isinstance(request, Adapter):
+            return request
         self._check_enabled()
         info = self._infos.get(request.lora_name)
         if info is None:
             raise self._unknown(request.lora_name)
         return info.adapter
 
-    def needs_reading(self, request: LoRARequest | None) -> bool:
+    def needs_reading(self, request: LoRARequest | Adapter | None) -> TypeGuard[LoRARequest]:
         """Whether it needs `add` and not `find`: it has a path, which is not the registered one of its name."""
-        if request is None or not request.lora_path or self._modules is None:
+        if not isinstance(request, LoRARequest) or not request.lora_path or self._modules is None:
             return False
         info = self._infos.get(request.lora_name)
         return info is None or info.folder != str(Path(request.lora_path).absolute())

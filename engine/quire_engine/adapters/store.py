@@ -149,7 +149,7 @@ class AdapterStore:
         step = model.step_adapters = StepAdapters()
         self._layers = adaptable_layers(model)
         self._like = like = torch.empty(0, dtype=model.dtype, device=device)
-        """Of the dtype and on the device of activations."""
+        """Has the dtype and the device of activations."""
         for layer in self._layers:
             layer.enable_adapters(step, self._config.max_loras, self._config.max_lora_rank, like)
         self._tables, self._step = replaceable_tables(model), step

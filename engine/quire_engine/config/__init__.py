@@ -5,10 +5,10 @@ from quire_engine.config.engine_config import (
     CacheConfig,
     EngineConfig,
     EngineCoreConfig,
-    FrontendConfig,
     ModelConfig,
     SchedulerConfig,
 )
+from quire_engine.config.frontend_config import FrontendConfig
 from quire_engine.config.kv_transfer_config import TIERS, KVTransferConfig, StorageConfig, TierConfig
 from quire_engine.config.lora_config import LoRAConfig
 from quire_engine.config.parallel_config import MAX_REPLICAS, DisaggregationConfig, ParallelConfig

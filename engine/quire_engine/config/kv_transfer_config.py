@@ -42,8 +42,8 @@ class StorageConfig:
     shared_storage_path: str = ""
     """`SharedStorageConnector`: the folder, which is made if it is missing. Several engines may share one."""
     max_bytes: Annotated[int, between(1)] | None = None
-    """Of all blocks in the folder, or in memory, of all engines. The least recently used ones are evicted. Unset: 16
-    GiB of files; of memory a quarter of what is free at the start, and at most as much."""
+    """Bytes of all blocks of all engines in the folder, or in memory. The least recently used ones are evicted. Unset:
+    16 GiB of files; of memory a quarter of what is free at the start, and at most as much."""
     address: str = ""
     """`RemoteStorageConnector`: where `quire kv-store` listens, on this host or another one: `host:port`."""
     key_file: str = ""

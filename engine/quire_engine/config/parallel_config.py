@@ -26,7 +26,7 @@ class DisaggregationConfig:
 
     @property
     def num_replicas(self) -> int:
-        """Of both roles."""
+        """Replicas of both roles."""
         return self.prefill + self.decode
 
     @classmethod

@@ -71,6 +71,7 @@ def build_engine(
             block_size=config.cache.block_size,
             eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
             scheduling_policy=config.scheduler.scheduling_policy,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             worker_pids=executor.worker_pids,
             num_kv_cache_tokens=scheduler.kv_cache.groups.max_tokens(
                 num_blocks, config.cache.block_size, config.scheduler.max_num_batched_tokens, max_model_len

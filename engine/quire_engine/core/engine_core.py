@@ -124,20 +124,7 @@ class EngineCore:
         """
         if message.options.pooling_params is not None:
             self.ready.pooling.resolve(message.options.pooling_params)
-        validate_request(
-            message.prompt_token_ids,
-            message.sampling_params,
-            vocab_size=self.ready.vocab_size,
-            max_model_len=self.ready.max_model_len,
-            num_kv_cache_tokens=self.ready.num_kv_cache_tokens,
-            scheduling_policy=self.ready.scheduling_policy,
-            prompt_parts=message.prompt_parts,
-            hidden_size=self.ready.hidden_size,
-            num_deepstack_layers=self.ready.num_deepstack_layers,
-            pooling_params=message.options.pooling_params,
-            pooling=self.ready.pooling,
-            max_num_batched_tokens=self.scheduler.config.max_num_batched_tokens,
-        )
+        validate_request(message, self.ready)
         if message.options.adapter is not None and self.scheduler.adapters is None:
             raise UnknownAdapterError("lora_name", "this engine serves no LoRA adapters; enable_lora is false")
         if self._sleep_level:

@@ -45,11 +45,11 @@ from quire_engine.system.limited_process import LimitedProcess
 logger = logging.getLogger(__name__)
 
 MAX_IMAGE_BYTES = 32 << 20
-"""Of an image's file."""
+"""The largest file of an image."""
 IMAGES_IN_WORK = 2
 """One is decoded while the tower encodes the one before."""
 CACHE_BYTES = 256 << 20
-"""Of the hidden states of images that were encoded last."""
+"""Bytes for the hidden states of images that were encoded last."""
 TOWER_SECONDS = 600.0
 """After which a tower that neither loads its weights nor encodes an image is killed."""
 
@@ -59,7 +59,7 @@ class EncodedImage:
     """What an image is in a prompt."""
 
     token_ids: list[int]
-    """Of its placeholder's place."""
+    """Tokens in the place of its placeholder."""
     parts: list[PromptPart]
     """From position 0 of these on."""
     around: tuple[str, str] = ("", "")
@@ -67,7 +67,7 @@ class EncodedImage:
 
     @property
     def num_bytes(self) -> int:
-        """Of its hidden states."""
+        """Bytes of its hidden states."""
         return sum(len(part.tensor) for part in self.parts)
 
 
@@ -88,7 +88,7 @@ class ImageEncoder:
     ) -> None:
         self._family, self._tokenizer, self._max_images = family, tokenizer, max_images
         self._lock = threading.Lock()
-        """Of the cache, the images in work and the statistics."""
+        """Guards the cache, the images in work and the statistics."""
         self._stats = ImageStats()
         self._is_closed = False
         self._memories = [os.memfd_create("quire-images", os.MFD_CLOEXEC) for _ in range(IMAGES_IN_WORK)]

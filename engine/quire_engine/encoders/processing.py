@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 36_000_000
-"""Of one image, as it is stored: 6,000 by 6,000, more than the largest that a family keeps whole. In RGBA and float32
+"""Pixels of one stored image: 6,000 by 6,000, more than the largest that a family keeps whole. In RGBA and float32
 that is 0.7 GiB, which `MEMORY_BYTES` allows for."""
 MAX_ASPECT_RATIO = 200
-"""Of the longer side to the shorter, as of Qwen's processors: beyond it a side is resized to nothing, or the image to
+"""The longer side by the shorter, as in Qwen's processors: beyond it a side is resized to nothing, or the image to
 thousands of tiles."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are decoded."""

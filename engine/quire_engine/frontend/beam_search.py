@@ -74,7 +74,7 @@ class BeamSearchSequence:
     score: float = 0.0
     """`cum_logprob / length ** length_penalty`, by which sequences are ranked."""
     text: str | None = None
-    """Of `tokens`."""
+    """The text of `tokens`."""
     finish_reason: str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """For each token after the prompt, the log-probabilities of the most likely ones."""

@@ -31,7 +31,7 @@ class Conversation(msgspec.Struct, frozen=True):
     """A prompt that the checkpoint's chat template makes of messages."""
 
     messages: Sequence[Any]
-    """Each is an object with role and content, which `InputProcessor.apply_chat_template` checks."""
+    """Each is an object with role and content, which `ConversationRenderer` checks."""
     tools: list[dict[str, Any]] = []
     """Functions that the model may call, as OpenAI describes them."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -41,7 +41,7 @@ class Conversation(msgspec.Struct, frozen=True):
     continue_final_message: bool = False
     """Whether it ends within its last message instead, which the answer continues."""
     images: Sequence[Any] = ()
-    """Of the places `{"type": "image"}` in contents, in their order; other parts hold their images themselves."""
+    """Images for the places `{"type": "image"}` in contents, in their order; other parts hold their own."""
 
 
 class _Job(msgspec.Struct, array_like=True):

@@ -4,7 +4,6 @@ import hashlib
 import math
 import operator
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.encoders.image_encoder import ImageEncoder
-from quire_engine.errors import RequestError, quote
-from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
-from quire_engine.frontend.image_parts import PLACE, fit_contents, split_images
+from quire_engine.errors import RequestError
+from quire_engine.frontend.chat_template import Conversation
+from quire_engine.frontend.conversation_renderer import ConversationRenderer
 from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
@@ -37,12 +36,6 @@ array of floats, [tokens, hidden_size], as `get_input_embeddings()` of transform
 multiply by `embedding_multiplier`.
 """
 
-
-_TEMPLATE_ARGUMENTS = (
-    "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "return_assistant_tokens_mask",
-)  # fmt: skip
-"""Variables of the template that only the engine sets."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
 """A year: later deadlines are ignored."""
 NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
@@ -72,11 +65,14 @@ class InputProcessor:
         eos = tokenizer.eos_token_id
         is_new = eos is not None and eos < ready.vocab_size and eos not in ready.eos_token_ids
         self._eos_token_id = eos if is_new else None
-        self._chat_template = _RendererPool()
         self._decoder = TokenDecoder(tokenizer)
         self._encoder = LimitedEncoder(tokenizer)
         self._has_segments = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
         self._max_characters = characters_per_token(tokenizer) * ready.max_model_len
+        placeholder = None if images is None else images.placeholder
+        self._conversations = ConversationRenderer(
+            tokenizer, placeholder, max_model_len=ready.max_model_len, max_characters=self._max_characters
+        )
 
     def process(
         self,
@@ -137,28 +133,16 @@ class InputProcessor:
             token_ids = token_ids[-max_prompt_tokens:]
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_words_token_ids=self._tokenize_bad_words(params.bad_words))
-        validate_request(
-            token_ids,
-            params,
-            vocab_size=self._ready.vocab_size,
-            max_model_len=self._ready.max_model_len,
-            num_kv_cache_tokens=self._ready.num_kv_cache_tokens,
-            prompt_name=name,
-            scheduling_policy=self._ready.scheduling_policy,
-            prompt_parts=prompt_parts,
-            hidden_size=self._ready.hidden_size,
-            num_deepstack_layers=self._ready.num_deepstack_layers,
-            pooling_params=resolved,
-            pooling=self._ready.pooling,
-        )
-        self._check_that_something_is_left(params)
         if params.seed is None and not params.is_greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(64))
-        return EngineCoreRequest(
+        request = EngineCoreRequest(
             request_id or secrets.token_hex(8), token_ids, params, options, prompt_parts,
             arrived_at=arrived_at, slo_targets=slo_targets, prompt=text, encode_seconds=encode_seconds,
             eos_token_id=self._eos_token_id,
         )  # fmt: skip
+        validate_request(request, self._ready, name)
+        self._check_that_something_is_left(params)
+        return request
 
     @property
     def chat_template(self) -> str | None:
@@ -170,48 +154,12 @@ class InputProcessor:
         return template
 
     def apply_chat_template(self, conversation: Conversation) -> list[int] | dict[str, Any]:
-        """The prompt of a conversation, rendered with the checkpoint's chat template within limits of time and memory:
-        token ids, beside its images if it has any.
+        """The prompt of a conversation: token ids, beside its images if it has any.
 
         Raises:
-            RequestError: the checkpoint has no template, or it rejects the messages, or exceeds the limits.
+            RequestError: as of `ConversationRenderer.render`, or the text is too long.
         """
-        messages = conversation.messages
-        reserved = next((name for name in conversation.chat_template_kwargs if name in _TEMPLATE_ARGUMENTS), None)
-        if reserved is not None:
-            name = "chat_template_kwargs"
-            raise RequestError(name, f"{name} holds {reserved!r}, which a request cannot set")
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise RequestError(
-                    "messages", f"messages holds {quote(message)}; it must hold objects with role and content"
-                )
-        if not messages:
-            raise RequestError("messages", "messages is empty; it must hold at least one message")
-        split, images = split_images(messages, conversation.images)
-        if images and self.images is None:
-            raise RequestError("messages", "messages holds images; this model takes text alone")
-        if any(isinstance(image, str) for image in images):
-            raise RequestError(
-                "messages", "messages holds the URL of an image, which the engine does not fetch; give a data: URL"
-            )
-        self._check_size(split)
-        try:
-            template = self.tokenizer.get_chat_template()
-            messages = fit_contents(split, template, None if self.images is None else self.images.placeholder)
-            conversation = msgspec.structs.replace(conversation, messages=messages, images=())
-            text = self._chat_template.render(template, conversation, self.tokenizer.special_tokens_map)
-        except (ChatTemplateError, ValueError) as error:  # the latter where there is none
-            reason = " ".join(str(error).split())
-            raise RequestError("messages", f"messages: the chat template failed: {reason}") from None
-        if images and self.images is not None and text.count(self.images.placeholder) < len(images):
-            roles = {str(message.get("role")) for message in split
-                     if isinstance(message.get("content"), list) and PLACE in message["content"]}  # fmt: skip
-            raise RequestError(
-                "messages",
-                f"messages holds images in messages of the role {' and '.join(sorted(roles))}, and the model's chat "
-                "template leaves some of them out; give these in a message of the role user",
-            )
+        text, images = self._conversations.render(conversation)
         token_ids = self._encode(text, "messages", add_special_tokens=False)
         return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}} if images else token_ids
 
@@ -262,7 +210,7 @@ class InputProcessor:
 
     def shutdown(self) -> None:
         """End the processes that render conversations and tokenize. Idempotent."""
-        self._chat_template.shutdown()
+        self._conversations.shutdown()
         self._encoder.shutdown()
         if self.images is not None:
             self.images.shutdown()
@@ -470,60 +418,6 @@ class InputProcessor:
                     "fewer than that",
                 )
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
-
-    def _check_size(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Reject a conversation that cannot fit before it is rendered: each message has at least one token.
-
-        Raises:
-            RequestError: it cannot fit.
-        """
-        if len(messages) >= self.max_model_len:
-            raise RequestError(
-                "messages",
-                f"messages has {len(messages)} messages, which cannot fit; with max_model_len={self.max_model_len} it "
-                "must have fewer than that",
-            )
-        num_characters = 0
-        pending: list[Any] = [message.get("content") for message in messages]
-        while pending and num_characters <= self._max_characters:
-            value = pending.pop()
-            num_characters += len(value) if isinstance(value, str) else 1
-            if isinstance(value, list | tuple):
-                pending += value
-            elif isinstance(value, Mapping):
-                pending += value.values()
-        if num_characters > self._max_characters:
-            raise RequestError(
-                "messages",
-                f"messages has more than {self._max_characters} characters, which cannot fit "
-                f"max_model_len={self.max_model_len} tokens",
-            )
-
-
-class _RendererPool:
-    """Renderers for concurrent conversations: another process starts when all are busy."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[ChatTemplateRenderer] = []
-        self._all: list[ChatTemplateRenderer] = []
-
-    def render(self, *args: Any) -> str:
-        """As `ChatTemplateRenderer.render`."""
-        with self._lock:
-            if not self._idle:
-                self._idle.append(ChatTemplateRenderer())
-                self._all += self._idle
-            renderer = self._idle.pop()
-        try:
-            return renderer.render(*args)
-        finally:
-            with self._lock:
-                self._idle.append(renderer)
-
-    def shutdown(self) -> None:
-        for renderer in self._all:
-            renderer.shutdown()
 
 
 def _images(prompt: Prompt) -> list[Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MAX_FILE_BYTES = 128 << 20
-"""Of tokenizer.json; the largest real ones have a quarter of that."""
+"""The largest real tokenizer.json has a quarter of that."""
 MAX_TOKEN_CHARACTERS = 4096
 MAX_STEPS = 64
 """Steps of a normalizer, a pre-tokenizer, a decoder or a post-processor."""

@@ -53,7 +53,7 @@ class LockstepHandle(msgspec.Struct, frozen=True):
     memory: int
     size: int
     buffer_bytes: int
-    """Of each member and turn; see `distributed/lockstep_group.py`."""
+    """Bytes for each member and turn; see `distributed/lockstep_group.py`."""
     bells: list[int]
 
     @classmethod

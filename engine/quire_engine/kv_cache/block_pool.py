@@ -57,7 +57,7 @@ class FreeKVCacheBlockQueue:
         self._head.next_free, self._tail.prev_free = self._tail, self._head
         self.num_free_blocks = 0
         self.num_cached = 0
-        """Of these, blocks whose content can still be reused; the pool counts them."""
+        """Free blocks whose content can still be reused; the pool counts them."""
         for block in blocks:
             self.append(block)
 
@@ -118,7 +118,7 @@ class BlockPool:
             [KVCacheBlock(i, True) for i in range(num_states)],
         )
         self.blocks = [*blocks, *states]
-        """Of both kinds."""
+        """Blocks of both kinds."""
         self.num_states = num_states
         self.free_queue, self.free_states = FreeKVCacheBlockQueue(blocks), FreeKVCacheBlockQueue(states)
         self._cached: dict[bytes, KVCacheBlock] = {}

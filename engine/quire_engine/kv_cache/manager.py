@@ -106,7 +106,7 @@ class KVCacheManager:
         """Groups with a window; all others come before them, and that of states is the last."""
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
-        """Of all groups but that of states, unless there is no other."""
+        """Blocks of all groups but that of states, unless there is no other."""
         self._has_states = groups.has_states
         self._states_apart = groups.has_states and groups.num_groups > 1
         """Whether blocks of states are of a kind of their own."""
@@ -122,7 +122,7 @@ class KVCacheManager:
         return self._ids(self._blocks.get(request_id, []))
 
     def _ids(self, blocks: list[KVCacheBlock]) -> list[int]:
-        """Of blocks of all groups in turns."""
+        """Ids of blocks of all groups in turn."""
         ids = [block.block_id for block in blocks]
         if self._has_states:
             last = self._num_groups - 1

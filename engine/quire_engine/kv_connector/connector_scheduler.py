@@ -59,7 +59,7 @@ class _Load:
     end: int
     """Index of the block after the last."""
     hashes: list[bytes]
-    """Of all that is read: blocks, and the parts of a state."""
+    """Hashes of all that is read: blocks, and the parts of a state."""
     began_at: float
     is_late: bool = False
     """Whether the request went on without it."""

@@ -100,7 +100,7 @@ class ConnectorWorker:
         state_bytes = 0 if self._states is None else self._states.block_bytes
         own_bytes = sum(pages.block_bytes for pages in self._pages.values())
         self.block_bytes = max(own_bytes, -(-state_bytes // (4 * num_state_parts)) * 4)
-        """Of a row: keys and values of a block, or a part of a state, in whole numbers of float32."""
+        """Bytes of a row, whole numbers of float32: keys and values of a block, or a part of a state."""
         self._store = store
         self._board = board
         self._rank = rank

@@ -61,7 +61,7 @@ _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
         (Operation.HASHES, str),
     )
 }  # fmt: skip
-"""Of a request's second frame: namespace, rank and argument."""
+"""The types of a request's second frame: namespace, rank and argument."""
 
 
 class _BadRequestError(Exception):

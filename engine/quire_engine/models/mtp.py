@@ -41,7 +41,7 @@ from quire_engine.models.loader import (
 from quire_engine.models.step_context import StepContext
 
 PREFIX = "mtp."
-"""Of the names of its tensors in the model."""
+"""Prefix of its tensors' names in the model."""
 VOCABULARIES = ("embed_tokens.", "lm_head.")
 
 

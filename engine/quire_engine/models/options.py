@@ -60,7 +60,7 @@ class AttentionOptions:
     rope: RopeConfig | None
     """None: queries and keys are not rotated."""
     head_size: int | None = None
-    """Of this layer; None: that of the model."""
+    """This layer's; None: the model's."""
     num_kv_heads: int | None = None
     """Likewise."""
     window: int | None = None
@@ -155,7 +155,7 @@ class GatedDeltaOptions:
     num_value_heads: int
     """Each head of keys is for as many of them, one after the other."""
     key_size: int
-    """Of a head."""
+    """The size of a head's keys."""
     value_size: int
     """Likewise."""
     conv_size: int
@@ -164,9 +164,9 @@ class GatedDeltaOptions:
     """In the checkpoint, the input projections are two matrices: of each head of keys its query, its key, and values
     and output gates of its heads; and betas and gates of these."""
     norm_eps: float | None = None
-    """Of the norm of its output; None: as in the other norms."""
+    """Epsilon of the output's norm; None: as in the other norms."""
     beta_scale: float = 1.0
-    """Of the sigmoid that says how much of a key's value is replaced."""
+    """Scale of the sigmoid that says how much of a key's value is replaced."""
     gate_rank: int | None = None
     """Each channel of the keys has a decay of its own; its gate and the output's, which is a sigmoid's, are products of
     this rank. None: each head has a decay, and the output's gate is a SiLU's."""
@@ -328,7 +328,7 @@ class LayerOptions:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of attention and recurrence, how many of its last keys a row sees; None: all; `STATE`: it keeps a state."""
+        """For attention and for recurrence, how many of the last keys a row sees; None: all; `STATE`: a state."""
         attention = self.attention
         own = () if attention is None else (attention.window if attention.is_causal else None,)
         return own if self.state is None else (*own, STATE)
@@ -396,7 +396,7 @@ class EncoderOptions:
     num_token_types: int = 0
     """Kinds of tokens, such as those of the two texts of a pair; 0: there are none."""
     num_position_buckets: int = 0
-    """Of distances between tokens: each has a number for each head, which is added to scores. 0: there are none."""
+    """Buckets of distances between tokens: each has a number for each head, which is added to scores. 0: none."""
     norm_bias: bool = True
     pre_norm: bool = False
     """Norms are of the inputs of attention and feed-forward, but for the first; else of the stream after each."""

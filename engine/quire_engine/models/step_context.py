@@ -85,7 +85,7 @@ class StepRows:
     slot_mappings: list[Int64Array]
     """[T] of each group of layers, the cache slot of each row."""
     states: StateArrays | None = None
-    """Of layers that keep states; None: there are none."""
+    """States of layers that keep them; None: no layer does."""
     bidirectional: BidirectionalArrays | None = None
     """Rows that see others after them; None: there are none."""
 

@@ -26,12 +26,11 @@ another once.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,9 +38,6 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.journal import JournalEntry
 from quire_engine.errors import (
     EngineDeadError,
-    EngineError,
-    EngineSleepingError,
-    EngineUnavailableError,
     OperationError,
     ScalingError,
 )
@@ -49,19 +45,14 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
-    LoadWeights,
     ReportPrefixCache,
-    ResetPrefixCache,
-    Sleep,
-    UseWeights,
-    UtilityCall,
-    UtilityResult,
-    WakeUp,
 )
 from quire_engine.replicas.disaggregation import Disaggregation
+from quire_engine.replicas.engine_calls import EngineCalls
 from quire_engine.replicas.link import LocalLink
+from quire_engine.replicas.local_replica import LocalReplica
 from quire_engine.replicas.lockstep import LockstepOwner
-from quire_engine.replicas.replica import LocalReplica, Replica
+from quire_engine.replicas.replica import Replica
 from quire_engine.replicas.router import Router
 from quire_engine.stats import IterationStats
 from quire_engine.system.memory import available_memory_bytes
@@ -73,8 +64,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-DRAIN_POLL_S = 0.01
 OnRecovery = Callable[[IterationStats, Sequence[str]], None]
 
 
@@ -118,17 +107,7 @@ class ReplicaSet:
         self._coming: list[LocalReplica] = []
         self._leaving: list[LocalReplica] = []
         self._is_closed = False
-        self._busy: str | None = None
-        """The change that is under way, for errors: of the engines' sleep, their weights or their number."""
-        self._changing = asyncio.Lock()
-        """Held by a change of all engines."""
-        self.sleep_level = 0
-        """0 while the engines are awake."""
-        self._takes_none = False
-        """Whether new requests are rejected or wake the engines up, as they sleep or are about to."""
-        self._cancels_drain = asyncio.Event()
-        self._waking: asyncio.Task[None] | None = None
-        self._changes: set[asyncio.Task[Any]] = set()
+        self.calls = EngineCalls(self.replicas, config.frontend.wake_on_request)
         self._scaling: asyncio.Task[None] | None = None
         self._asking: asyncio.Future[Any] | None = None
         self._known: list[int] = []
@@ -187,7 +166,7 @@ class ReplicaSet:
 
     def stop(self, reason: str) -> None:
         """Take no more outputs, in the event loop: all that wait for an engine raise an EngineDeadError."""
-        self._cancels_drain.set()
+        self.calls.stop()
         for replica in self.replicas:
             replica.stop(reason)
 
@@ -254,8 +233,7 @@ class ReplicaSet:
             EngineUnavailableError: no engine is up, and engines do not stay alive.
             EngineSleepingError: the engines sleep, and `wake_on_request` is off.
         """
-        if self._takes_none:
-            self._wake_for_request()
+        self.calls.check_awake()
         if self._disaggregation is not None:
             up = [rank for rank, replica in enumerate(self.replicas) if replica.is_alive]
             request = self._disaggregation.add(request, self.ready, up, timeline)
@@ -394,13 +372,13 @@ class ReplicaSet:
         Raises:
             ScalingError: there cannot be so many, or not now; or a new one did not start.
         """
-        if self._busy is not None:
-            raise ScalingError(f"{self._busy}; try again when that is done")
+        if self.calls.busy is not None:
+            raise ScalingError(f"{self.calls.busy}; try again when that is done")
         present = len(self._own)
         if num_replicas == present:
             return
         self._require_awake("the engine sleeps; wake it up first")
-        self._busy = f"the replicas are being changed from {present} to {num_replicas}"
+        self.calls.busy = f"the replicas are being changed from {present} to {num_replicas}"
         change = self._add_replicas if num_replicas > present else self._remove_replicas
         self._scaling = asyncio.get_running_loop().create_task(change(num_replicas), name="scale")
         self._scaling.add_done_callback(self._on_scaled)
@@ -411,7 +389,7 @@ class ReplicaSet:
             raise ScalingError(message)
 
     def _on_scaled(self, scaling: "asyncio.Task[None]") -> None:
-        self._busy = None
+        self.calls.busy = None
         if not scaling.cancelled() and (error := scaling.exception()) is not None:
             logger.error("the replicas stay %d: %s", len(self._own), error)
 
@@ -489,135 +467,8 @@ class ReplicaSet:
         for own in self._own:
             own.restart_with(self.config.for_replica(own.rank, len(self._own)))
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
-    async def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """Make a call to all engine cores; waits for those that are being started.
-
-        A replica that is down has no prefix cache to reset.
-
-        Raises:
-            EngineError: a call failed.
-            EngineUnavailableError: one does not stay alive.
-        """
-        match call:
-            case Sleep(level=level):
-                return await self.sleep(level)
-            case WakeUp():
-                return await self._complete(self._wake_up())
-        return await self._call_all(call)
-
-    async def sleep(self, level: int, abort_all: Callable[[], None] | None = None) -> bool:
-        """`_sleep`, to its end even if the caller is cancelled."""
-        return await self._complete(self._sleep(Sleep(level), abort_all))
-
-    async def _complete(self, change: Coroutine[Any, Any, _T]) -> _T:
-        """The result of a change, which goes on to its end even if the caller is cancelled."""
-        task = asyncio.get_running_loop().create_task(change, name="change")
-        self._changes.add(task)  # the loop keeps only weak references to tasks
-        task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
-
-    async def _call_all(self, call: UtilityCall) -> bool:
-        replicas = [replica for replica in self.replicas if replica.is_present or replica.is_remote]
-        if isinstance(call, ResetPrefixCache):
-            replicas = [replica for replica in replicas if replica.is_alive] or replicas
-        calls = (replica.call_utility(call) for replica in replicas)
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        answers = [result for result in results if not isinstance(result, BaseException)]
-        if answers and isinstance(call, Sleep | WakeUp):  # the others need not wait for one that does not stay up
-            errors = [error for error in errors if not isinstance(error, EngineUnavailableError)]
-        if errors:
-            raise errors[0]
-        return all(map(bool, answers))
-
-    async def _sleep(self, call: Sleep, abort_all: Callable[[], None] | None) -> bool:
-        """Let all live requests end, reject new ones, and put all engines to sleep. If one cannot, all are woken up.
-
-        Args:
-            call: to make.
-            abort_all: aborts the live requests; None: they are waited for.
-
-        Raises:
-            OperationError: not now, or `WakeUp` came before the requests had ended.
-            EngineError: an engine cannot sleep. All are awake, or, if another one cannot be woken up again, count as
-                asleep.
-        """
-        async with self._alone("sleep", "the engine is being put to sleep"):
-            was_asleep = self.sleep_level
-            self._takes_none = True
-            try:
-                if abort_all is not None:
-                    abort_all()
-                await self._drain("sleep", lambda replica: replica.num_live)
-                self._hold_new(True)  # what comes wakes the engines up first
-                try:
-                    await self._call_all(call)
-                except EngineError:
-                    if not was_asleep:
-                        with contextlib.suppress(EngineError):
-                            await self._call_all(WakeUp())
-                        if any(replica.is_asleep for replica in self.replicas):
-                            self.sleep_level = call.level  # so that another `WakeUp` reaches it
-                    raise
-                self.sleep_level = max(was_asleep, call.level)
-            finally:
-                self._takes_none = self.sleep_level > 0
-                self._hold_new(self._takes_none)
-        return True
-
-    async def _wake_up(self) -> bool:
-        """Wake all engines up, or none. Ends a `Sleep` that waits for requests.
-
-        Raises:
-            EngineError: one cannot be woken up; all sleep on.
-        """
-        if self._takes_none:
-            self._cancels_drain.set()
-        async with self._alone("wake_up", "the engine is being woken up", waits=True):
-            if not self.sleep_level:
-                return True
-            try:
-                await self._call_all(WakeUp())
-            except EngineError:
-                with contextlib.suppress(EngineError):
-                    await self._call_all(Sleep(self.sleep_level))
-                raise
-            self.sleep_level, self._takes_none = 0, False
-            self._hold_new(False)
-        return True
-
-    def _hold_new(self, holds: bool) -> None:
-        for replica in self.replicas:
-            replica.hold_new(holds)
-
-    def _wake_for_request(self) -> None:
-        """Start to wake the engines up for a request. Raises EngineSleepingError if `wake_on_request` is off."""
-        if not self.config.frontend.wake_on_request:
-            raise EngineSleepingError("the engine sleeps; wake it up first")
-        if self._waking is None or self._waking.done():
-            self._waking = asyncio.get_running_loop().create_task(self._wake_for_requests(), name="wake-up")
-
-    async def _wake_for_requests(self) -> None:
-        try:
-            await self._wake_up()
-        except EngineError as error:
-            logger.error("the engine cannot be woken up for a request: %s", error)
-            unavailable = EngineUnavailableError(f"the engine sleeps, and cannot be woken up: {error}")
-            for replica in self.replicas:
-                replica.end_all(unavailable)
-
     async def update_weights(self, config: EngineConfig) -> None:
-        """`_update_weights`, to its end even if the caller is cancelled."""
-        await self._complete(self._update_weights(config))
-
-    async def _update_weights(self, config: EngineConfig) -> None:
-        """Have all engines compute with the weights of another folder, or none.
-
-        1. New requests are held, and those that engines have had end, with the present weights.
-        2. Each engine loads the weights. If one cannot, all drop them.
-        3. Each computes with them. An engine that dies is started with them.
+        """Have all engines compute with the weights of another folder, or none; see `EngineCalls.update_weights`.
 
         Args:
             config: the present settings, but for the folder.
@@ -632,50 +483,12 @@ class ReplicaSet:
                 f"update_weights: this model has replicas {which}, whose weights are loaded at their start alone; "
                 "change model in model.json, and load the model again"
             )
-        async with self._alone("update_weights", "the weights are being updated"):
-            if self.sleep_level:
-                raise OperationError("update_weights: the engine sleeps; wake it up first")
-            try:
-                self._hold_new(True)
-                await self._drain("update_weights", lambda replica: replica.journal.num_begun)
-                try:
-                    await self._call_all(LoadWeights(config.model.model))
-                except BaseException:
-                    with contextlib.suppress(EngineError):
-                        await self._call_all(UseWeights(False))
-                    raise
-                self.config = config
-                self._share_anew()
-                try:
-                    await self._call_all(UseWeights(True))
-                except EngineError as error:
-                    logger.error("%s; the next one has the new weights", error)
-            finally:
-                self._hold_new(False)
 
-    @contextlib.asynccontextmanager
-    async def _alone(self, what: str, busy: str, *, waits: bool = False) -> AsyncIterator[None]:
-        """Change all engines while nothing else does.
+        def accept() -> None:
+            self.config = config
+            self._share_anew()
 
-        Raises:
-            OperationError: something else does, and it is not waited for.
-        """
-        if self._busy is not None and not waits:
-            raise OperationError(f"{what}: {self._busy}; try again when that is done")
-        async with self._changing:
-            before, self._busy = self._busy, busy  # of `scale`, which is no change of an engine that sleeps
-            try:
-                yield
-            finally:
-                self._busy = before
-
-    async def _drain(self, what: str, num_left: Callable[[Replica], int]) -> None:
-        """Wait until no requests are left. Raises OperationError if `WakeUp` or the end comes meanwhile."""
-        self._cancels_drain.clear()
-        while any(map(num_left, self.replicas)):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._cancels_drain.wait(), DRAIN_POLL_S)
-                raise OperationError(f"{what}: the engine was woken up or shut down before its requests had ended")
+        await self.calls.update_weights(config.model.model, accept)
 
 
 def _require_room(replicas: Sequence[LocalReplica], num_new: int) -> None:

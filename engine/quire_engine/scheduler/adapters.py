@@ -56,7 +56,7 @@ class _Resident:
     adapter: Adapter
     cell: int
     number: int
-    """Of its load."""
+    """The number of its load."""
     is_ready: bool = False
     slot: int | None = None
     num_live: int = 0

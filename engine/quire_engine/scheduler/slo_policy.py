@@ -65,7 +65,7 @@ class Standing:
     is_late: bool = False
     """Whether it cannot meet an objective any more, or runs with the tokens that others leave."""
     predicted_first_token: float | None = None
-    """Of its first forecast."""
+    """As first forecast."""
     predicted_start: float | None = None
     first_token_at: float | None = None
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from quire_engine.errors import RequestError
-from quire_engine.messages import PromptPart
-from quire_engine.pooling import NO_POOLING_INFO, PoolingInfo, PoolingParams
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
 from quire_engine.sampling_params import SamplingParams
 
 MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
@@ -18,43 +17,21 @@ def max_output_tokens(num_prompt_tokens: int, params: SamplingParams, max_model_
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
-def validate_request(
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    num_kv_cache_tokens: int,
-    prompt_name: str = "input_ids",
-    scheduling_policy: str = "fcfs",
-    prompt_parts: Sequence[PromptPart] = (),
-    hidden_size: int = 0,
-    num_deepstack_layers: int = 0,
-    pooling_params: PoolingParams | None = None,
-    pooling: PoolingInfo = NO_POOLING_INFO,
-    max_num_batched_tokens: int | None = None,
-) -> None:
+def validate_request(request: EngineCoreRequest, ready: EngineCoreReady, prompt_name: str = "input_ids") -> None:
     """Check what depends on the model; both the frontend and the engine core call this.
 
     Args:
-        prompt_token_ids: the prompt.
-        params: already valid in themselves.
-        vocab_size: token ids are in [0, vocab_size).
-        max_model_len: upper bound on prompt and output tokens together.
-        num_kv_cache_tokens: tokens of the longest request that the whole KV cache holds.
+        request: its parameters are already valid in themselves; `PoolingInfo.resolve` has checked those of pooling.
+        ready: the model and its limits.
         prompt_name: the caller's name for the prompt, for the message.
-        scheduling_policy: the engine's; only "priority" takes requests with a priority.
-        prompt_parts: of the prompt.
-        hidden_size: of the model.
-        num_deepstack_layers: how many layers take features of images, which follow their hidden states.
-        pooling_params: of a request that returns hidden states, which may be as long as the model's longest sequence;
-            `resolve` has checked them.
-        pooling: what the checkpoint offers.
-        max_num_batched_tokens: of a step, which must have room for a part that is bidirectional; None: not checked.
 
     Raises:
         RequestError: the request could never be served.
     """
+    prompt_token_ids, params, pooling_params = (
+        request.prompt_token_ids, request.sampling_params, request.options.pooling_params,
+    )  # fmt: skip
+    pooling, vocab_size, max_model_len = ready.pooling, ready.vocab_size, ready.max_model_len
     if pooling_params is None and not pooling.can_generate:
         raise RequestError("task", f"this model does not generate; it offers {', '.join(pooling.tasks)}")
     num_prompt = len(prompt_token_ids)
@@ -87,16 +64,8 @@ def validate_request(
             f"leaves room for {max_model_len - num_prompt}",
         )
     _check_params(params, num_prompt, vocab_size)
-    if prompt_parts:
-        _check_parts(prompt_parts, params, num_prompt, hidden_size, num_deepstack_layers)
-        longest = max((part.length for part in prompt_parts if part.is_bidirectional), default=0)
-        if max_num_batched_tokens is not None and longest > max_num_batched_tokens:
-            raise RequestError(
-                "multi_modal_data",
-                f"multi_modal_data: an image has {longest} tokens, which one step has to compute; with "
-                f"max_num_batched_tokens={max_num_batched_tokens} it cannot: use a smaller one, or raise the setting",
-            )
-    if params.priority != 0 and scheduling_policy != "priority":
+    _check_parts(request.prompt_parts, params, num_prompt, ready)
+    if params.priority != 0 and ready.scheduling_policy != "priority":
         raise RequestError(
             "priority",
             f"priority is {params.priority}; it must be 0 unless the engine runs with scheduling_policy 'priority'",
@@ -105,12 +74,13 @@ def validate_request(
     num_tokens = num_prompt
     if pooling_params is None:
         num_tokens += max_output_tokens(num_prompt, params, max_model_len) - 1
-    if num_tokens > num_kv_cache_tokens:
-        name = prompt_name if num_prompt > num_kv_cache_tokens else "max_tokens"
+    if num_tokens > ready.num_kv_cache_tokens:
+        name = prompt_name if num_prompt > ready.num_kv_cache_tokens else "max_tokens"
         raise RequestError(
             name,
             f"{name}: a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
-            f"KV cache of {num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise kv_cache_memory_bytes",
+            f"KV cache of {ready.num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise "
+            "kv_cache_memory_bytes",
         )
 
 
@@ -130,11 +100,9 @@ def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> N
         _check_token_ids("bad_words", token_ids, vocab_size)
 
 
-def _check_parts(
-    parts: Sequence[PromptPart], params: SamplingParams, num_prompt: int, hidden_size: int, num_deepstack_layers: int
-) -> None:
-    """Check that the parts are within the prompt, in order, and of the model's sizes."""
-    if params.prompt_logprobs is not None:
+def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt: int, ready: EngineCoreReady) -> None:
+    """Check that the parts are within the prompt, in order, of the model's sizes, and no longer than a step allows."""
+    if parts and params.prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs",
             "prompt_logprobs is given with prompt_embeds or images, whose positions have no token ids",
@@ -147,12 +115,19 @@ def _check_parts(
             raise RequestError(
                 "multi_modal_data", f"multi_modal_data: a grid of {part.grid} has no {part.length} places"
             )
-        width = hidden_size * (1 + num_deepstack_layers) if part.grid else hidden_size
+        width = ready.hidden_size * (1 + ready.num_deepstack_layers) if part.grid else ready.hidden_size
         if len(part.tensor) != 4 * part.length * width:
             raise RequestError(
                 "prompt_embeds", f"prompt_embeds: {part.length} rows of {width} numbers are expected, not "
                 f"{len(part.tensor)} bytes"
             )  # fmt: skip
+        if part.is_bidirectional and part.length > ready.max_num_batched_tokens:
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data: an image has {part.length} tokens, which one step has to compute; with "
+                f"max_num_batched_tokens={ready.max_num_batched_tokens} it cannot: use a smaller one, or raise the "
+                "setting",
+            )
         end = part.end
 
 

@@ -21,19 +21,19 @@ from quire_engine.worker.model_loader import ModelLoader
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Of the first rank; without a model that drafts, and without the largest step's activations."""
+    """The memory of the first rank; without a model that drafts, and without the largest step's activations."""
 
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
-    """Of a token that all layers keep."""
+    """Bytes of a token that all layers keep."""
     available_bytes: int
     """What is left for the KV cache."""
     num_kv_cache_tokens: int
-    """Of the longest request that fits into the cache alone, or of all requests together where all layers keep all
+    """Tokens of the longest request that fits into the cache alone, or of all requests where all layers keep all
     tokens: as `EngineCoreReady.num_kv_cache_tokens`."""
     state_bytes: int = 0
-    """Of a block of states of recurrent layers; 0 without these."""
+    """Bytes of a block of recurrent layers' states; 0 without these."""
     num_states: int = 0
     """How many such blocks the cache has."""
 

@@ -171,7 +171,7 @@ class ModelRunner:
             return self.model.compute_logits(hidden_RE)
 
     def _logits_of_one(self, slot: int, hidden_RE: torch.Tensor) -> torch.Tensor | None:
-        """Of rows of one request."""
+        """Logits of one request's rows."""
         return self._logits(hidden_RE, np.full(len(hidden_RE), slot))
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from quire_engine.worker.cache_allocator import CacheAllocator
 from quire_engine.worker.model_runner import ModelRunner
 
 TRIAL_TOKENS = 64
-"""Of a step that only shows that the model can be computed."""
+"""Tokens of a step that only shows that the model can be computed."""
 SUFFIX_TOKENS = 64
 """Tokens of a suffix after a cached prefix: about the most for which attention keeps partial results in memory."""
 

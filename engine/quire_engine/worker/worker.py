@@ -291,7 +291,6 @@ class Worker:
         self._prepare(weights.model)
 
     def _free_caches(self) -> None:
-        """Of keys and values, and of adapters."""
         self._caches.allocate(0)
         if self._adapters is not None:
             self._adapters.drop_all()

@@ -191,10 +191,10 @@ def test_sleep_and_wake_up(checkpoint: Callable[[str], Path]) -> None:
         await stream.started.wait()
         with pytest.raises(RequestError, match=r"mode is 'keep'; it must be 'wait' .*or 'abort'"):
             await llm.sleep(mode="keep")
-        llm._client._busy = "the weights are being updated"
+        llm._client.calls.busy = "the weights are being updated"
         with pytest.raises(OperationError, match="the weights are being updated; try again"):
             await llm.sleep(mode="abort")
-        llm._client._busy = None
+        llm._client.calls.busy = None
         assert stream.outputs[-1].outputs[0].finish_reason != "abort", "what is rejected aborts no request"
         for level in (1, 2):
             await llm.sleep(level, mode="abort")

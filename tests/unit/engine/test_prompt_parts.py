@@ -14,7 +14,7 @@ from quire_engine.errors import RequestError
 from quire_engine.frontend.beam_search import BeamSearchParams
 from quire_engine.frontend.input_processor import InputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
-from quire_engine.messages import EngineCoreReady, PromptPart
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
 from quire_engine.replicas.router import block_keys
 from quire_engine.scheduler.validation import validate_request
 from support.engines import Stream, assert_same, engine, offline, run, until
@@ -207,10 +207,12 @@ def test_what_cannot_be_served_is_said(
     ],
 )
 def test_the_engine_core_checks_parts_itself(parts: list[PromptPart]) -> None:
-    sizes = {"vocab_size": 9, "max_model_len": 9, "num_kv_cache_tokens": 9, "hidden_size": 2}
-    validate_request([0] * 4, SamplingParams(max_tokens=1), **sizes, prompt_parts=[PromptPart(1, 3, b"", b"0" * 24)])
+    ready = EngineCoreReady(vocab_size=9, max_model_len=9, num_kv_cache_tokens=9, hidden_size=2)
+    params = SamplingParams(max_tokens=1)
+    good = [PromptPart(1, 3, b"", b"0" * 24)]
+    validate_request(EngineCoreRequest("r", [0] * 4, params, prompt_parts=good), ready)
     with pytest.raises(RequestError, match="prompt_embeds"):
-        validate_request([0] * 4, SamplingParams(max_tokens=1), **sizes, prompt_parts=parts)
+        validate_request(EngineCoreRequest("r", [0] * 4, params, prompt_parts=parts), ready)
 
 
 def test_a_beam_search_takes_token_ids(checkpoint: Callable[[str], Path]) -> None:

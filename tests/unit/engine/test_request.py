@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.messages import EngineCoreRequest, FinishReason, PromptLogprobs
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest, FinishReason, PromptLogprobs
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.validation import max_output_tokens, validate_request
@@ -131,7 +131,8 @@ LIMITS: dict[str, Any] = {"vocab_size": 100, "max_model_len": 50, "num_kv_cache_
 
 
 def validate(prompt: list[int], *, limits: dict[str, Any] | None = None, **params: Any) -> None:
-    validate_request(prompt, SamplingParams(**params), **{**LIMITS, **(limits or {})})
+    ready = EngineCoreReady(**{**LIMITS, **(limits or {})})
+    validate_request(EngineCoreRequest("r", prompt, SamplingParams(**params)), ready)
 
 
 @pytest.mark.parametrize(
@@ -191,5 +192,5 @@ def test_request_that_just_fits_is_let_through(
 
 def test_prompt_is_called_what_the_caller_calls_it() -> None:
     with pytest.raises(RequestError, match=r"^text_input is empty") as error:
-        validate_request([], SamplingParams(), **LIMITS, prompt_name="text_input")
+        validate_request(EngineCoreRequest("r", [], SamplingParams()), EngineCoreReady(**LIMITS), "text_input")
     assert error.value.parameter == "text_input"

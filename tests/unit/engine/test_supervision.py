@@ -16,7 +16,7 @@ import pytest
 import zmq
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from quire_engine.frontend.chat_template import ChatTemplateRenderer
-from quire_engine.replicas.replica import LocalReplica
+from quire_engine.replicas.local_replica import LocalReplica
 from quire_engine.system import crash_loop
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
 from support.processes import children, is_gone, open_descriptors, state
@@ -203,7 +203,7 @@ def test_shutdown_ends_what_is_rendered(checkpoint: Callable[[str], Path], monke
             asyncio.ensure_future(anext(llm.chat([{"role": "user", "content": "a"}], params(max_tokens=1))))
             for _ in range(3)
         ]
-        renderers = llm.input_processor._chat_template._all
+        renderers = llm.input_processor._conversations._all
         await until(lambda: renderers and renderers[0]._process is not None)
         pid = renderers[0]._process.pid
         await asyncio.to_thread(llm.shutdown)

@@ -316,7 +316,7 @@ def inputs() -> InputProcessor:
 def test_a_conversation_that_cannot_fit_is_not_rendered(
     messages: list[Any], message: str, inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs._chat_template, "render", lambda *_: pytest.fail("it was rendered"))
+    monkeypatch.setattr(inputs._conversations, "_render", lambda *_: pytest.fail("it was rendered"))
     with pytest.raises(RequestError, match=message):
         inputs.apply_chat_template(Conversation(messages))
 
@@ -324,7 +324,7 @@ def test_a_conversation_that_cannot_fit_is_not_rendered(
 def test_a_rendered_conversation_that_cannot_fit_is_not_tokenized(
     inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs._chat_template, "render", lambda *_, **__: "x" * 10_000_000)
+    monkeypatch.setattr(inputs._conversations, "_render", lambda *_, **__: "x" * 10_000_000)
     monkeypatch.setattr(inputs.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
     with pytest.raises(RequestError, match=r"^messages has 10000000 characters, which cannot fit"):
         inputs.apply_chat_template(Conversation([{"role": "user", "content": "x"}]))

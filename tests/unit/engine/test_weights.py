@@ -63,7 +63,7 @@ def test_tokens_are_those_of_an_engine_that_started_with_them(
         live = Stream(llm, PROMPTS[0], params())
         await until(lambda: live.num_tokens > 0)
         updating = asyncio.ensure_future(llm.update_weights(str(new)))
-        await until(lambda: llm._client._busy is not None)
+        await until(lambda: llm._client.calls.busy is not None)
         held = Stream(llm, PROMPTS[0], params())
         await updating
         assert (await live.task).outputs[0].token_ids == before[0], "it ended with the weights that it began with"
@@ -161,9 +161,9 @@ def test_a_folder_that_does_not_fit_is_named_and_the_weights_stay(
             assert await tokens(llm) == expected
         assert llm.config.model.model == str(present)
         updating = asyncio.ensure_future(llm.update_weights(str(new)))
-        await until(lambda: llm._client._busy is not None)
+        await until(lambda: llm._client.calls.busy is not None)
         updating.cancel()
-        await until(lambda: llm._client._busy is None)
+        await until(lambda: llm._client.calls.busy is None)
         assert await tokens(llm) != expected
         assert llm.config.model.model == str(new), "a caller that has left cancels nothing"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from quire_engine.config.engine_config import REASONING_PARSERS, TOOL_CALL_PARSERS
+from quire_engine.config.frontend_config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from quire_gateway.chat_answers import Said
 from quire_gateway.output_parser import (
     REASONING_FORMS,

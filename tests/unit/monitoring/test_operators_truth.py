@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire_engine import AsyncLLM, EngineConfig, SamplingParams
-from quire_engine.replicas import replica
+from quire_engine.replicas import local_replica
 from quire_engine.slo import RequestSLO, parse_classes
 from quire_engine.snapshot import Snapshot
 from quire_engine.stats import FinishedRequestStats, IterationStats
@@ -115,7 +115,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr(replica, "LocalLink", SchedulingEngine)
+    monkeypatch.setattr(local_replica, "LocalLink", SchedulingEngine)
     Engine.all, Engine.may_start, Engine.fails_to_start = [], threading.Event(), set()
     Engine.may_start.set()
     yield lambda **settings: World(MODEL, **settings)

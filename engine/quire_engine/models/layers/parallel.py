@@ -411,7 +411,7 @@ class QKVParallel(ColumnParallel):
             parts_of_groups = torch.split(places, [queries_each, 1, 1], dim=1)
             self.order = torch.cat([part.flatten() for part in parts_of_groups])
         self.heads = [self.num_heads * (1 + has_gates), *[self.num_kv_heads] * len(kv_names)]
-        """Of queries and gates, keys and values."""
+        """Heads of queries and gates, keys and values."""
         self._group = parallel.tensor_group
         ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
         pieces = min(num_kv_heads, ranks)

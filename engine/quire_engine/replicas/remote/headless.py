@@ -29,10 +29,11 @@ from quire_engine.ipc.keys import HostKeys, read_keys
 from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall, UtilityOutput, WakeUp
 from quire_engine.replicas.link import LocalLink
+from quire_engine.replicas.local_replica import LocalReplica
 from quire_engine.replicas.remote.engine_digest import describe_engine, difference_of_blocks
 from quire_engine.replicas.remote.front_connection import FrontConnection, FrontLostError
 from quire_engine.replicas.remote.wire import BEAT_SECONDS, Accepted, Beat, Gone, Join, MessageType, Rejected
-from quire_engine.replicas.replica import LocalReplica, Replica
+from quire_engine.replicas.replica import Replica
 from quire_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
@@ -113,9 +114,9 @@ class HeadlessEngine:
         self._context: zmq.Context[Any] = zmq.Context()
         self._replica: LocalReplica | None = None
         self._front: FrontConnection | None = None
-        """Of the present session, once the engine takes its requests."""
+        """The front of the present session, once the engine takes its requests."""
         self._numbers: dict[str, int] = {}
-        """Of each live request of the session, the number of its message."""
+        """Live request of the session → the number of its message."""
         self._num_received = 0
         self._calls: set[asyncio.Task[None]] = set()
         self._said: tuple[str, float] = ("", 0.0)

@@ -43,7 +43,7 @@ _FAILURES: dict[int, str] = {
 class _Session:
     link: RemoteLink
     descriptor: int
-    """Of its TCP connection."""
+    """The descriptor of its TCP connection."""
     num_missed: int = 0
 
 

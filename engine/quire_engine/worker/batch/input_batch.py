@@ -92,7 +92,7 @@ class InputBatch:
         self.penalties = PenaltyState(max_num_seqs, vocab_size, max_model_len + 1)
         self.token_constraints = TokenConstraintState(max_num_seqs, vocab_size)
         self.adapter_slots = np.full(max_num_seqs, -1, dtype=np.int64)
-        """Of LoRA adapters in the layers' tables; -1: none."""
+        """Slots of LoRA adapters in the layers' tables; -1: none."""
         self.prompt_parts: dict[int, list[PromptPart]] = {}
         """By slot, of the requests that have any."""
         self.position_shifts = np.zeros(max_num_seqs, dtype=np.int64)

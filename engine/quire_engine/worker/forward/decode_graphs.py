@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]
 GRAPH_MEMORY_BYTES = 1 << 30
-"""Of all graphs, a part of `gpu_memory_utilization`. Batch sizes whose graph does not fit are left out."""
+"""Memory of all graphs, a part of `gpu_memory_utilization`. Batch sizes whose graph does not fit are left out."""
 COLUMN_STEP = 16
 """Columns begin at multiples of 128 bytes."""
 Function: TypeAlias = Callable[[], None]

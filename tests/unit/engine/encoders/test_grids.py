@@ -11,7 +11,7 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import RequestError
-from quire_engine.messages import NewRequestData, PromptPart
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest, NewRequestData, PromptPart
 from quire_engine.models.step_context import GRID_POSITIONS, StepRows
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -147,10 +147,11 @@ def test_positions_are_those_of_transformers_in_any_chunks() -> None:
 )
 def test_bad_parts_are_rejected(grid: tuple[int, ...], width: int, message: str) -> None:
     def validate(part: PromptPart) -> None:
-        validate_request(
-            [0] * 8, SamplingParams(max_tokens=1), vocab_size=9, max_model_len=9, num_kv_cache_tokens=9, hidden_size=2,
-            num_deepstack_layers=2, prompt_parts=[part],
-        )  # fmt: skip
+        request = EngineCoreRequest("r", [0] * 8, SamplingParams(max_tokens=1), prompt_parts=[part])
+        ready = EngineCoreReady(
+            vocab_size=9, max_model_len=9, num_kv_cache_tokens=9, hidden_size=2, num_deepstack_layers=2
+        )
+        validate_request(request, ready)
 
     validate(PromptPart(1, 6, b"", b"0" * 4 * 6 * 6, (1, 2, 3)))
     with pytest.raises(RequestError, match=message):

@@ -4,13 +4,13 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from quire_engine.replicas import replica
+from quire_engine.replicas import local_replica
 from support.fleet import Engine, Fleet
 
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fleet]]:
-    monkeypatch.setattr(replica, "LocalLink", Engine)
+    monkeypatch.setattr(local_replica, "LocalLink", Engine)
     Engine.all, Engine.may_start, Engine.fails_to_start = [], threading.Event(), set()
     Engine.may_start.set()
     yield Fleet

@@ -56,7 +56,7 @@ def test_calls_end_with_an_error_when_their_engine_is_stopped(fleet: Callable[..
         Engine.may_start.clear()
         one.engines[0].kill()
         await until(lambda: not one.client.is_alive)
-        calling = asyncio.ensure_future(one.client.call_utility(IsSleeping()))
+        calling = asyncio.ensure_future(one.client.calls.call(IsSleeping()))
         await asyncio.sleep(0)
         one.client.stop("the engine was shut down")
         with pytest.raises(EngineDeadError, match="was shut down"):
@@ -224,25 +224,25 @@ def test_all_sleep_or_none(fleet: Callable[..., Fleet]) -> None:
 
     async def main() -> None:
         one.add("a")
-        asleep = asyncio.ensure_future(one.client.call_utility(Sleep(1)))
-        await until(lambda: one.client._takes_none)
+        asleep = asyncio.ensure_future(one.client.calls.call(Sleep(1)))
+        await until(lambda: one.client.calls._takes_none)
         with pytest.raises(EngineSleepingError, match="wake it up first"):
             one.add("b")
         with pytest.raises(OperationError, match="being put to sleep; try again when that is done"):
-            await one.client.call_utility(Sleep(2))
+            await one.client.calls.call(Sleep(2))
         await one.step(40)
         assert await asleep
         assert one.tokens["a"] == list(range(40)), "it ended first"
         assert [engine.is_asleep for engine in one.engines] == [True, True]
-        await one.client.call_utility(WakeUp())
-        assert not await one.client.call_utility(IsSleeping())
+        await one.client.calls.call(WakeUp())
+        assert not await one.client.calls.call(IsSleeping())
 
         async def refuses(call: Any) -> bool:
             raise EngineError("no")
 
         one.engines[1].call_utility = refuses  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="no"):
-            await one.client.call_utility(Sleep(1))
+            await one.client.calls.call(Sleep(1))
         assert not one.engines[0].is_asleep
         one.add("c")
         assert sum(one.where()) == 1
@@ -267,11 +267,11 @@ def test_after_a_sleep_that_cannot_be_undone_the_engines_can_still_be_woken_up(f
         one.engines[0].call_utility = cannot_wake  # type: ignore[method-assign]
         before, one.engines[1].call_utility = one.engines[1].call_utility, cannot_sleep  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="no"):
-            await one.client.call_utility(Sleep(1))
+            await one.client.calls.call(Sleep(1))
         with pytest.raises(EngineSleepingError, match="wake it up first"):
             one.add("a")
         one.engines[0].call_utility, one.engines[1].call_utility = answers, before  # type: ignore[method-assign]
-        await one.client.call_utility(WakeUp())
+        await one.client.calls.call(WakeUp())
         assert not one.engines[0].is_asleep
         one.add("b")
         await one.step(40)
@@ -290,7 +290,7 @@ def test_one_that_does_not_stay_up_keeps_the_others_neither_awake_nor_asleep(
         Engine.fails_to_start = {1}
         one.engines[1].kill()
         await until(lambda: one.client.replicas[1].has_given_up)
-        await one.client.call_utility(Sleep(1))
+        await one.client.calls.call(Sleep(1))
         assert one.engines[0].is_asleep
         Engine.fails_to_start = set()
         await one.up(1)
@@ -298,7 +298,7 @@ def test_one_that_does_not_stay_up_keeps_the_others_neither_awake_nor_asleep(
         Engine.fails_to_start = {1}
         one.engines[1].kill()
         await until(lambda: one.client.replicas[1].has_given_up)
-        await one.client.call_utility(WakeUp())
+        await one.client.calls.call(WakeUp())
         assert not one.engines[0].is_asleep
         Engine.fails_to_start = set()
         await one.up(1)
@@ -310,7 +310,7 @@ def test_one_that_does_not_stay_up_keeps_the_others_neither_awake_nor_asleep(
             engine.kill()
         await until(lambda: all(replica.has_given_up for replica in one.client.replicas))
         with pytest.raises(EngineUnavailableError):
-            await one.client.call_utility(Sleep(1))
+            await one.client.calls.call(Sleep(1))
 
     monkeypatch.setattr(crash_loop, "MAX_DEATHS", 1)
     monkeypatch.setattr(crash_loop, "MAX_DELAY_SECONDS", 0.001)
@@ -322,9 +322,9 @@ def test_waking_up_ends_a_sleep_that_waits_for_requests(fleet: Callable[..., Fle
 
     async def main() -> None:
         one.add("a")
-        asleep = asyncio.ensure_future(one.client.call_utility(Sleep(1)))
-        await until(lambda: one.client._takes_none)
-        assert await one.client.call_utility(WakeUp())
+        asleep = asyncio.ensure_future(one.client.calls.call(Sleep(1)))
+        await until(lambda: one.client.calls._takes_none)
+        assert await one.client.calls.call(WakeUp())
         with pytest.raises(OperationError, match="before its requests had ended"):
             await asleep
         one.add("b")
@@ -339,7 +339,7 @@ def test_a_request_wakes_the_engines_up_where_the_setting_says_so(fleet: Callabl
     one = fleet(2, wake_on_request=True)
 
     async def main() -> None:
-        await one.client.call_utility(Sleep(2))
+        await one.client.calls.call(Sleep(2))
         one.add("a", "b")
         assert one.where() == [0, 0]
         assert one.client.is_held("a")
@@ -355,7 +355,7 @@ def test_if_one_cannot_wake_up_all_sleep_and_requests_that_wait_for_it_end(fleet
     one = fleet(2, wake_on_request=True)
 
     async def main() -> None:
-        await one.client.call_utility(Sleep(1))
+        await one.client.calls.call(Sleep(1))
         calls, answers = [], one.engines[1].call_utility
 
         async def has_no_memory(call: Any) -> bool:
@@ -366,9 +366,9 @@ def test_if_one_cannot_wake_up_all_sleep_and_requests_that_wait_for_it_end(fleet
 
         one.engines[1].call_utility = has_no_memory  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="no memory"):
-            await one.client.call_utility(WakeUp())
+            await one.client.calls.call(WakeUp())
         assert [engine.is_asleep for engine in one.engines] == [True, True]
-        assert (one.client.sleep_level, calls) == (1, [WakeUp(), Sleep(1)])
+        assert (one.client.calls.sleep_level, calls) == (1, [WakeUp(), Sleep(1)])
         one.add("a")
         await until(lambda: "a" in one.errors)
         assert "cannot be woken up: there is no memory" in (one.errors["a"].error or "")
@@ -410,7 +410,7 @@ def test_new_weights_are_for_all_engines_or_none(fleet: Callable[..., Fleet]) ->
         one.add("b")
         assert (calls, sum(one.where()), one.client.is_held("b")) == ([], 1, True)
         with pytest.raises(OperationError, match="the weights are being updated; try again"):
-            await one.client.call_utility(Sleep(1))
+            await one.client.calls.call(Sleep(1))
         await one.step(40)
         await updating
         assert calls == [(i, call) for call in (LoadWeights("y"), UseWeights(True)) for i in (0, 1)]
@@ -419,7 +419,7 @@ def test_new_weights_are_for_all_engines_or_none(fleet: Callable[..., Fleet]) ->
         one.engines[1].kill()
         await until(lambda: Engine.all[-1].config.model.model == "y")
         await one.up(1)
-        await one.client.call_utility(Sleep(1))
+        await one.client.calls.call(Sleep(1))
         with pytest.raises(OperationError, match="the engine sleeps; wake it up first"):
             await one.client.update_weights(present)
 

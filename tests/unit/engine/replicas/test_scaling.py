@@ -103,7 +103,7 @@ def test_a_second_command_waits_its_turn_and_sleep_does_too(fleet: Callable[...,
             with pytest.raises(ScalingError, match="changed from 2 to 3; try again when that is done"):
                 await one.client.scale(again)
         with pytest.raises(EngineError, match="sleep: the replicas are being changed from 2 to 3"):
-            await one.client.call_utility(Sleep(1))
+            await one.client.calls.call(Sleep(1))
         scaling.cancel()  # whoever gave the command has gone
         Engine.may_start.set()
         await until(lambda: len(one.client.replicas) == 3)
@@ -118,13 +118,13 @@ def test_a_sleeping_engine_is_not_scaled(fleet: Callable[..., Fleet]) -> None:
     one = fleet(2)
 
     async def main() -> None:
-        await one.client.call_utility(Sleep(1))
+        await one.client.calls.call(Sleep(1))
         for number in (1, 3):
             with pytest.raises(ScalingError, match="the engine sleeps; wake it up first"):
                 await one.client.scale(number)
-        await one.client.call_utility(WakeUp())
+        await one.client.calls.call(WakeUp())
         await one.client.scale(3)
-        assert not await one.client.call_utility(IsSleeping())
+        assert not await one.client.calls.call(IsSleeping())
 
     one.run(main)
 
@@ -283,7 +283,7 @@ def test_a_single_engine_becomes_several_and_one_again(fleet: Callable[..., Flee
         await one.step(60)
         assert one.ended == set("abc")
         assert all(one.tokens[request_id] == list(range(40)) for request_id in "abc")
-        await one.client.call_utility(ResetPrefixCache())
+        await one.client.calls.call(ResetPrefixCache())
         await one.client.scale(2)
         assert one.client._router.num_requests(0) == 0
 

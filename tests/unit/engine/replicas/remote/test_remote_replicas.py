@@ -125,12 +125,12 @@ def test_a_request_that_kills_engines_is_found_and_those_of_others_are_not_blame
 
 def test_one_that_is_not_there_sleeps_with_the_others_when_it_joins(hosts: Hosts) -> None:
     async def main(front: RemoteFleet) -> None:
-        await front.client.call_utility(Sleep(1))
-        assert await front.client.call_utility(IsSleeping())
+        await front.client.calls.call(Sleep(1))
+        assert await front.client.calls.call(IsSleeping())
         hosts.run(hosts.engine())
         await front.joined()
         await until(lambda: front.engines[1].is_asleep)
-        await front.client.call_utility(WakeUp())
+        await front.client.calls.call(WakeUp())
         assert not front.engines[1].is_asleep
 
     serve(hosts, main)
