@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
-from quire_kernels import LinearWeight, activate_and_mul, layer_norm, linear, pack_linear, rms_norm
+from quire_kernels import LinearWeight, activate_and_mul, layer_norm, linear, rms_norm
 from torch import nn
+
+from quire_engine.models.linear import LinearMethod, LoadedLinear
 
 QUICK_GELU = "quick_gelu"
 """x · sigmoid(1.702 x), CLIP's activation (https://github.com/openai/CLIP)."""
@@ -21,13 +23,16 @@ class Linear(nn.Module):
         self._activation = activation
         self._packed: LinearWeight | None = None
 
-    def pack(self) -> None:
+    def pack(self, method: LinearMethod) -> None:
         """Convert the weight, which is freed."""
-        self._packed = pack_linear(
-            self.weight.data, None if self.bias is None else self.bias.data,
-            activation=self._activation or "silu", activates=bool(self._activation),
+        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
+        self._packed = method.pack(
+            LoadedLinear(
+                tensors={"weight": weight}, sizes=[len(weight)], bias=bias, dtype=weight.dtype, activation_bits=8,
+                gated=False, activation=self._activation or "silu", activates=bool(self._activation), asymmetric=True,
+            )
         )  # fmt: skip
-        self.weight.data = self.weight.data.new_empty(0)
+        self.weight.data = weight.new_empty(0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, K] → […, N]"""
