@@ -81,11 +81,13 @@ class ImageEncoder:
         dtype: of the tower's weights, as torch names it.
         device: of the tower: `cpu`, `cuda:0`, or `auto:0`, which is the CPU where torch finds no GPU.
         max_images: of one prompt.
+        quantization: the setting, which holds for the tower as well.
     """
 
     def __init__(
-        self, folder: Path, family: ImageFamily, tokenizer: Any, dtype: str, device: str, max_images: int
-    ) -> None:
+        self, folder: Path, family: ImageFamily, tokenizer: Any, dtype: str, device: str, max_images: int,
+        quantization: str | None = None,
+    ) -> None:  # fmt: skip
         self._family, self._tokenizer, self._max_images = family, tokenizer, max_images
         self._lock = threading.Lock()
         """Guards the cache, the images in work and the statistics."""
@@ -97,14 +99,14 @@ class ImageEncoder:
             self._free.put(memory)
         self._processing = LimitedProcess(processing.__name__, os.fspath(folder), self._memories)
         self._tower = LimitedProcess(
-            tower_process.__name__, [os.fspath(folder), dtype, device], self._memories, TOWER_SECONDS
+            tower_process.__name__, [os.fspath(folder), dtype, device, quantization], self._memories, TOWER_SECONDS
         )
         self._turns = {self._processing: threading.Lock(), self._tower: threading.Lock()}
         self._threads = ThreadPoolExecutor(IMAGES_IN_WORK, thread_name_prefix="encode-image")
         self._pending: dict[bytes, Future[EncodedImage]] = {}
         """By digest."""
         settings = json.dumps(processor_settings(folder), sort_keys=True)
-        self._namespace = hashlib.sha256(f"{family.processor} {dtype} {settings}".encode()).digest()
+        self._namespace = hashlib.sha256(f"{family.processor} {dtype} {quantization} {settings}".encode()).digest()
         self._cache: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._image_token, self.placeholder = tokenizer.convert_ids_to_tokens(
             [family.image_token_id, family.placeholder_id]
@@ -343,7 +345,8 @@ def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | N
     dtype = config.model.dtype if config.model.dtype != "auto" else Fields(*open_checkpoint(folder).config()).dtype()
     index = parallel.gpu_device_ids[0] if parallel.gpu_device_ids else 0
     device = "cpu" if parallel.device == "cpu" else f"{parallel.device}:{index}"
-    return ImageEncoder(folder, family, tokenizer, dtype, device, config.frontend.limit_mm_per_prompt["image"])
+    max_images, quantization = config.frontend.limit_mm_per_prompt["image"], config.model.quantization
+    return ImageEncoder(folder, family, tokenizer, dtype, device, max_images, quantization)
 
 
 def _content_of(image: Any) -> tuple[bytes, tuple[int, int] | None]:

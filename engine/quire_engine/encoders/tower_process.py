@@ -33,14 +33,16 @@ class Encoded(msgspec.Struct, array_like=True):
 
 
 def main() -> None:
-    """Entry point of the process: its first line of input names the checkpoint, dtype and device."""
+    """Entry point of the process: its first line of input names the checkpoint, dtype, device and quantisation."""
     os.nice(max(NICENESS - os.nice(0), 0))  # one that was itself started nice may not lower its niceness
     import torch
     from safetensors.torch import load
 
     from quire_engine.encoders.towers.loading import load_tower
 
-    folder, dtype, device_name = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, str, str])
+    folder, dtype, device_name, quantization = msgspec.json.decode(
+        sys.stdin.buffer.readline(), type=tuple[str, str, str, str | None]
+    )
     if device_name.startswith("auto"):
         device_name = device_name.replace("auto", "cuda") if torch.cuda.is_available() else "cpu"
     device = torch.device(device_name)
@@ -53,7 +55,7 @@ def main() -> None:
         nonlocal tower
         try:
             if tower is None:
-                tower = load_tower(Path(folder), family, getattr(torch, dtype), device)
+                tower = load_tower(Path(folder), family, getattr(torch, dtype), device, quantization)
             if not job.num_bytes:
                 return Encoded()
             arrays = load(os.pread(job.memory, job.num_bytes, job.start))

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAMES = (
-    ("merger.ln_q.", "merger.norm."), ("merger.mlp.0.", "merger.linear_fc1."), ("merger.mlp.2.", "merger.linear_fc2."),
-    (".mlp.fc", ".mlp.linear_fc"),
+    ("merger.ln_q.", "merger.norm."), ("merger.mlp.0.", "merger.fc1."), ("merger.mlp.2.", "merger.fc2."),
+    (".linear_fc", ".fc"),
 )  # fmt: skip
-"""Of Qwen2-VL and Qwen2.5-VL, and those of the later ones."""
+"""What modules are called in checkpoints, and in the tower."""
 
 
 class Qwen2VL(ImageFamily):

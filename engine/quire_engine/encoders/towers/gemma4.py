@@ -1,11 +1,12 @@
 """The tower of Gemma 4 (https://huggingface.co/docs/transformers/model_doc/gemma4): patches of an image of any size,
 whose columns and rows rotate halves of queries and keys; a pool over squares of patches, and a projection."""
 
+from functools import partial
+
 import torch
-from quire_kernels import activate_and_mul
 from torch import nn
 
-from quire_engine.encoders.towers.layers import Linear, RMSNorm, attend
+from quire_engine.encoders.towers.layers import GatedMLP, Linear, RMSNorm, attend
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
 
@@ -70,32 +71,16 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return states * cos + torch.cat((-second, first, -fourth, third), -1) * sin
 
 
-class MLP(nn.Module):
-    """A gated feed-forward."""
-
-    def __init__(self, fields: Fields) -> None:
-        super().__init__()
-        size = fields.integer("hidden_size", 1, MAX_SIZE, 768)
-        inner = fields.integer("intermediate_size", 1, MAX_SIZE, 3072)
-        is_clipped = fields.boolean("use_clipped_linears", False)
-        self.gate_proj, self.up_proj = (ClippedLinear(size, inner, is_clipped) for _ in range(2))
-        self.down_proj = ClippedLinear(inner, size, is_clipped)
-        self._activation = ACTIVATIONS[fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, E] → [n, E]"""
-        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-        found: torch.Tensor = self.down_proj(activate_and_mul(gate, self._activation, up))
-        return found
-
-
 class Layer(nn.Module):
     """Attention and feed-forward on a residual stream, with norms before and after each."""
 
     def __init__(self, fields: Fields) -> None:
         super().__init__()
         size, eps = fields.integer("hidden_size", 1, MAX_SIZE, 768), fields.positive("rms_norm_eps", 1e-6)
-        self.self_attn, self.mlp = Attention(fields), MLP(fields)
+        activation = ACTIVATIONS[fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")]
+        inner = fields.integer("intermediate_size", 1, MAX_SIZE, 3072)
+        linear = partial(ClippedLinear, is_clipped=fields.boolean("use_clipped_linears", False))
+        self.self_attn, self.mlp = Attention(fields), GatedMLP(size, inner, activation, linear)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
 

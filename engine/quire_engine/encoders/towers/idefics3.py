@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from quire_engine.encoders.towers.layers import LayerNorm, Linear, shuffle
-from quire_engine.encoders.towers.siglip import Patches, SiglipEncoder
+from quire_engine.encoders.towers.layers import Linear, shuffle
+from quire_engine.encoders.towers.siglip import Patches, SiglipModel
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
 
 
@@ -29,22 +29,6 @@ class Embeddings(nn.Module):
             places.append(torch.bucketize(start.clamp(max=1.0 - 1e-6), bounds, right=True))
         position = (places[0][:, :, None] * self._side + places[1][:, None]).where(is_patch, 0)
         hidden: torch.Tensor = patches.flatten(1, 2) + self.position_embedding(position.flatten(1))
-        return hidden
-
-
-class VisionModel(nn.Module):
-    """SigLIP."""
-
-    def __init__(self, fields: Fields) -> None:
-        super().__init__()
-        self.embeddings, self.encoder = Embeddings(fields), SiglipEncoder(fields)
-        size = fields.integer("hidden_size", 1, MAX_SIZE)
-        self.post_layernorm = LayerNorm(size, fields.positive("layer_norm_eps", 1e-6))
-
-    def forward(self, pixels: torch.Tensor, is_patch: torch.Tensor) -> torch.Tensor:
-        """[images, patches, E]"""
-        mask = None if is_patch.all() else is_patch.flatten(1)
-        hidden: torch.Tensor = self.post_layernorm(self.encoder(self.embeddings(pixels, is_patch), mask))
         return hidden
 
 
@@ -75,7 +59,7 @@ class Idefics3Tower(nn.Module):
 
     def __init__(self, fields: Fields, factor: int, text_size: int) -> None:
         super().__init__()
-        self.vision_model = VisionModel(fields)
+        self.vision_model = SiglipModel(fields, Embeddings(fields))
         self.connector = Connector(fields.integer("hidden_size", 1, MAX_SIZE), factor, text_size)
 
     def forward(

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from quire_engine.encoders.towers.layers import LayerNorm, Linear, RMSNorm, attend, shuffle
-from quire_engine.encoders.towers.siglip import Patches, SiglipMLP
+from quire_engine.encoders.towers.layers import MLP, LayerNorm, Linear, RMSNorm, attend, shuffle
+from quire_engine.encoders.towers.siglip import Patches
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
 
@@ -71,7 +71,7 @@ class Layer(nn.Module):
         norm = LayerNorm if fields.choice("norm_type", ("layer_norm", "rms_norm"), "layer_norm")[0] == "l" else RMSNorm
         self.attention = Attention(fields)
         activation = ACTIVATIONS[fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu")]
-        self.mlp = SiglipMLP(size, fields.integer("intermediate_size", 1, MAX_SIZE), activation)
+        self.mlp = MLP(size, fields.integer("intermediate_size", 1, MAX_SIZE), activation)
         self.layernorm_before, self.layernorm_after = norm(size, eps), norm(size, eps)
         self.lambda_1, self.lambda_2 = (nn.Parameter(torch.empty(size), requires_grad=False) for _ in range(2))
 

@@ -1,11 +1,16 @@
 """Layers of towers: linear layers and norms in our kernels, and attention in which each patch sees all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
-from quire_kernels import LinearWeight, layer_norm, linear, pack_linear, rms_norm
+from quire_kernels import LinearWeight, activate_and_mul, layer_norm, linear, rms_norm
 from torch import nn
+
+from quire_engine.models.linear import LinearMethod, LoadedLinear
+
+QUICK_GELU = "quick_gelu"
+"""x · sigmoid(1.702 x), CLIP's activation (https://github.com/openai/CLIP)."""
 
 
 class Linear(nn.Module):
@@ -18,13 +23,16 @@ class Linear(nn.Module):
         self._activation = activation
         self._packed: LinearWeight | None = None
 
-    def pack(self) -> None:
+    def pack(self, method: LinearMethod) -> None:
         """Convert the weight, which is freed."""
-        self._packed = pack_linear(
-            self.weight.data, None if self.bias is None else self.bias.data,
-            activation=self._activation or "silu", activates=bool(self._activation),
+        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
+        self._packed = method.pack(
+            LoadedLinear(
+                tensors={"weight": weight}, sizes=[len(weight)], bias=bias, dtype=weight.dtype, activation_bits=8,
+                gated=False, activation=self._activation or "silu", activates=bool(self._activation), asymmetric=True,
+            )
         )  # fmt: skip
-        self.weight.data = self.weight.data.new_empty(0)
+        self.weight.data = weight.new_empty(0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, K] → […, N]"""
@@ -64,6 +72,40 @@ class RMSNorm(nn.Module):
         """[…, E] → […, E]"""
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         return rms_norm(rows, self.weight, self._eps).view(hidden.shape)
+
+
+class MLP(nn.Module):
+    """Two layers with an activation between them."""
+
+    def __init__(self, size: int, inner_size: int, activation: str, out_size: int | None = None) -> None:
+        super().__init__()
+        self._is_quick = activation == QUICK_GELU
+        self.fc1 = Linear(size, inner_size, activation="" if self._is_quick else activation)
+        self.fc2 = Linear(inner_size, out_size or size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[…, E] → […, out_size]"""
+        inner = self.fc1(hidden)
+        found: torch.Tensor = self.fc2(inner * torch.sigmoid(1.702 * inner) if self._is_quick else inner)
+        return found
+
+
+class GatedMLP(nn.Module):
+    """A gated feed-forward, of layers that `linear` makes of their numbers of features."""
+
+    def __init__(
+        self, size: int, inner_size: int, activation: str, linear: Callable[[int, int], nn.Module] = Linear
+    ) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (linear(size, inner_size) for _ in range(2))
+        self.down_proj = linear(inner_size, size)
+        self._activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, E] → [n, E]"""
+        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        found: torch.Tensor = self.down_proj(activate_and_mul(gate, self._activation, up))
+        return found
 
 
 def features_of(

@@ -2,12 +2,12 @@
 columns rotate queries and keys; root mean square norms and gated feed-forward."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-from quire_kernels import activate_and_mul
 from torch import nn
 
-from quire_engine.encoders.towers.layers import Linear, RMSNorm, attend, features_of
+from quire_engine.encoders.towers.layers import GatedMLP, Linear, RMSNorm, attend, features_of
 from quire_engine.encoders.towers.siglip import Patches
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
@@ -37,22 +37,6 @@ def _rotate_half(states: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
-class PixtralMLP(nn.Module):
-    """A gated feed-forward."""
-
-    def __init__(self, size: int, inner_size: int, activation: str) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (Linear(size, inner_size, bias=False) for _ in range(2))
-        self.down_proj = Linear(inner_size, size, bias=False)
-        self._activation = activation
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, rows, E] → the same"""
-        gate, up = self.gate_proj(hidden[0]), self.up_proj(hidden[0])
-        found: torch.Tensor = self.down_proj(activate_and_mul(gate, self._activation, up))
-        return found[None]
-
-
 class PixtralLayer(nn.Module):
     """Attention and feed-forward on a residual stream."""
 
@@ -65,12 +49,13 @@ class PixtralLayer(nn.Module):
         activation = ACTIVATIONS[fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu")]
         self.attention_norm, self.ffn_norm = RMSNorm(size, EPS), RMSNorm(size, EPS)
         self.attention = PixtralAttention(size, heads)
-        self.feed_forward = PixtralMLP(size, fields.integer("intermediate_size", 1, MAX_SIZE), activation)
+        inner = fields.integer("intermediate_size", 1, MAX_SIZE)
+        self.feed_forward = GatedMLP(size, inner, activation, partial(Linear, bias=False))
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[1, rows, E] → the same"""
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
-        found: torch.Tensor = hidden + self.feed_forward(self.ffn_norm(hidden))
+        found: torch.Tensor = hidden + self.feed_forward(self.ffn_norm(hidden)[0])
         return found
 
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from quire_kernels import rms_norm
 from torch import nn
 
-from quire_engine.encoders.towers.layers import LayerNorm, Linear, attend
+from quire_engine.encoders.towers.layers import MLP, QUICK_GELU, GatedMLP, LayerNorm, Linear, RMSNorm, attend
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
 
@@ -24,27 +23,9 @@ EPS = 1e-6
 """Of all norms."""
 THETA = 10000.0
 """Of rotary angles."""
+Norm = type[RMSNorm] | type[LayerNorm]
 Groups = list[torch.Tensor]
 """Rows that see each other, [groups, rows of each] by size."""
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[…, E] → […, E]"""
-        return rms_norm(hidden.reshape(-1, hidden.shape[-1]), self.weight, EPS).view(hidden.shape)
-
-
-class Norm(LayerNorm):
-    """LayerNorm."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, EPS)
 
 
 class Patches(nn.Module):
@@ -89,44 +70,12 @@ class Attention(nn.Module):
         return projected
 
 
-class MLP(nn.Module):
-    """Two layers with an activation between them."""
-
-    def __init__(self, size: int, inner_size: int, out_size: int, activation: str) -> None:
-        super().__init__()
-        self._is_quick = activation == "quick_gelu"
-        self.linear_fc1 = Linear(size, inner_size, activation="" if self._is_quick else ACTIVATIONS[activation])
-        self.linear_fc2 = Linear(inner_size, out_size)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[…, E] → […, out_size]"""
-        inner = self.linear_fc1(hidden)
-        if self._is_quick:  # https://github.com/openai/CLIP
-            inner = inner * torch.sigmoid(1.702 * inner)
-        found: torch.Tensor = self.linear_fc2(inner)
-        return found
-
-
-class GatedMLP(nn.Module):
-    """A gated feed-forward with biases."""
-
-    def __init__(self, size: int, inner_size: int, activation: str) -> None:
-        super().__init__()
-        self.gate_proj = Linear(size, inner_size, activation=ACTIVATIONS[activation])
-        self.up_proj, self.down_proj = Linear(size, inner_size), Linear(inner_size, size)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[patches, E] → [patches, E]"""
-        found: torch.Tensor = self.down_proj(self.gate_proj(hidden) * self.up_proj(hidden))
-        return found
-
-
 class Block(nn.Module):
     """Attention and feed-forward on a residual stream."""
 
-    def __init__(self, size: int, num_heads: int, mlp: nn.Module, norm: type[RMSNorm] | type[Norm]) -> None:
+    def __init__(self, size: int, num_heads: int, mlp: nn.Module, norm: Norm) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norm(size), norm(size)
+        self.norm1, self.norm2 = norm(size, EPS), norm(size, EPS)
         self.attn, self.mlp = Attention(size, num_heads), mlp
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -136,29 +85,24 @@ class Block(nn.Module):
         return result
 
 
-class Merger(nn.Module):
+class Merger(MLP):
     """Joins the patches of each square, and projects them to the text model's size."""
 
-    def __init__(
-        self, size: int, num_joined: int, out_size: int, norm: type[RMSNorm] | type[Norm], is_late: bool = False
-    ) -> None:
-        super().__init__()
+    def __init__(self, size: int, num_joined: int, out_size: int, norm: Norm, is_late: bool = False) -> None:
         inner = size * num_joined
-        self.norm = norm(inner if is_late else size)
+        super().__init__(inner, inner, "gelu", out_size)
+        self.norm = norm(inner if is_late else size, EPS)
         """Of joined patches if `is_late`, else of single ones."""
-        mlp = MLP(inner, inner, out_size, "gelu")
-        self.linear_fc1, self.linear_fc2 = mlp.linear_fc1, mlp.linear_fc2
         self._inner, self._is_late = inner, is_late
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[patches, E] → [squares, E of the text model]"""
         normed = self.norm(hidden.view(-1, self._inner) if self._is_late else hidden).view(-1, self._inner)
-        result: torch.Tensor = self.linear_fc2(self.linear_fc1(normed))
-        return result
+        return super().forward(normed)
 
 
 class QwenTower(nn.Module):
-    """Named as in Qwen3-VL's checkpoints.
+    """Named as in Qwen3-VL's checkpoints, but for `linear_fc`.
 
     Args:
         fields: of `vision_config`.
@@ -175,7 +119,7 @@ class QwenTower(nn.Module):
     """
 
     def __init__(
-        self, fields: Fields, size: int, text_size: int, mlps: Sequence[nn.Module], norm: type[RMSNorm] | type[Norm], *,
+        self, fields: Fields, size: int, text_size: int, mlps: Sequence[nn.Module], norm: Norm, *,
         has_patch_bias: bool, patch_size: int, window_size: int = 0, whole: Sequence[int] | None = None,
         num_positions: int = 0, tapped: Sequence[int] = (),
     ) -> None:  # fmt: skip
@@ -255,16 +199,17 @@ def qwen2_vl(fields: Fields, text_size: int) -> QwenTower:
     """Of Qwen2-VL; fields are those of `vision_config`."""
     size = fields.integer("embed_dim", 1, MAX_SIZE, 1280)
     inner = int(size * fields.positive("mlp_ratio", 4.0))
-    activation = fields.choice("hidden_act", ("quick_gelu", *ACTIVATIONS), "quick_gelu")
-    mlps = [MLP(size, inner, size, activation) for _ in range(_depth(fields, 32))]
-    return QwenTower(fields, size, text_size, mlps, Norm, has_patch_bias=False, patch_size=14)
+    activation = fields.choice("hidden_act", (QUICK_GELU, *ACTIVATIONS), QUICK_GELU)
+    activation = ACTIVATIONS.get(activation, activation)
+    mlps = [MLP(size, inner, activation) for _ in range(_depth(fields, 32))]
+    return QwenTower(fields, size, text_size, mlps, LayerNorm, has_patch_bias=False, patch_size=14)
 
 
 def qwen2_5_vl(fields: Fields, text_size: int) -> QwenTower:
     """Of Qwen2.5-VL."""
     size = fields.integer("hidden_size", 1, MAX_SIZE, 3584)
     inner = fields.integer("intermediate_size", 1, MAX_SIZE, 3420)
-    activation = fields.choice("hidden_act", tuple(ACTIVATIONS), "silu")
+    activation = ACTIVATIONS[fields.choice("hidden_act", tuple(ACTIVATIONS), "silu")]
     mlps = [GatedMLP(size, inner, activation) for _ in range(_depth(fields, 32))]
     return QwenTower(
         fields, size, text_size, mlps, RMSNorm, has_patch_bias=False, patch_size=14,
@@ -277,10 +222,10 @@ def qwen3_vl(fields: Fields, text_size: int) -> QwenTower:
     """Of Qwen3-VL and Qwen3.5."""
     size = fields.integer("hidden_size", 1, MAX_SIZE, 1152)
     inner = fields.integer("intermediate_size", 1, MAX_SIZE, 4304)
-    activation = fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
-    mlps = [MLP(size, inner, size, activation) for _ in range(_depth(fields, 27))]
+    activation = ACTIVATIONS[fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_pytorch_tanh")]
+    mlps = [MLP(size, inner, activation) for _ in range(_depth(fields, 27))]
     return QwenTower(
-        fields, size, text_size, mlps, Norm, has_patch_bias=True, patch_size=16,
+        fields, size, text_size, mlps, LayerNorm, has_patch_bias=True, patch_size=16,
         num_positions=fields.integer("num_position_embeddings", 1, MAX_SIZE, 2304),
         tapped=_layers(fields, "deepstack_visual_indexes", [], len(mlps)),
     )  # fmt: skip

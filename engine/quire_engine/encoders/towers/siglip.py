@@ -5,12 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire_engine.encoders.towers.layers import LayerNorm, Linear, attend
+from quire_engine.encoders.towers.layers import MLP, QUICK_GELU, LayerNorm, Linear, attend
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
-
-QUICK_GELU = "quick_gelu"
-"""x · sigmoid(1.702 x), CLIP's activation."""
 
 
 class Patches(nn.Module):
@@ -46,22 +43,6 @@ class SiglipAttention(nn.Module):
         return projected
 
 
-class SiglipMLP(nn.Module):
-    """Two layers with an activation between them."""
-
-    def __init__(self, size: int, inner_size: int, activation: str) -> None:
-        super().__init__()
-        self._is_quick = activation == QUICK_GELU
-        self.fc1 = Linear(size, inner_size, activation="" if self._is_quick else activation)
-        self.fc2 = Linear(inner_size, size)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[…, E] → […, E]"""
-        inner = self.fc1(hidden)
-        found: torch.Tensor = self.fc2(inner * torch.sigmoid(1.702 * inner) if self._is_quick else inner)
-        return found
-
-
 class SiglipLayer(nn.Module):
     """Attention and feed-forward on a residual stream."""
 
@@ -75,7 +56,7 @@ class SiglipLayer(nn.Module):
         activation = ACTIVATIONS.get(activation, activation)
         self.layer_norm1, self.layer_norm2 = LayerNorm(size, eps), LayerNorm(size, eps)
         self.self_attn = SiglipAttention(size, heads)
-        self.mlp = SiglipMLP(size, fields.integer("intermediate_size", 1, MAX_SIZE), activation)
+        self.mlp = MLP(size, fields.integer("intermediate_size", 1, MAX_SIZE), activation)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """[images, rows, E] → [images, rows, E]"""
@@ -126,15 +107,17 @@ class Embeddings(nn.Module):
 
 
 class SiglipModel(nn.Module):
-    """SigLIP for images of one size, without the head that pools."""
+    """SigLIP without the head that pools."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, embeddings: nn.Module | None = None) -> None:
         super().__init__()
-        self.embeddings, self.encoder = Embeddings(fields), SiglipEncoder(fields)
+        self.embeddings, self.encoder = embeddings or Embeddings(fields), SiglipEncoder(fields)
         size = fields.integer("hidden_size", 1, MAX_SIZE)
         self.post_layernorm = LayerNorm(size, fields.positive("layer_norm_eps", 1e-6))
 
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[images, channels, height, width] → [images, rows, E]"""
-        hidden: torch.Tensor = self.post_layernorm(self.encoder(self.embeddings(pixels)))
+    def forward(self, pixels: torch.Tensor, *is_patch: torch.Tensor) -> torch.Tensor:
+        """[images, channels, height, width], and for embeddings of images of any size [images, rows, columns], whether
+        a patch is of the image → [images, rows, E]"""
+        mask = is_patch[0].flatten(1) if is_patch and not is_patch[0].all() else None
+        hidden: torch.Tensor = self.post_layernorm(self.encoder(self.embeddings(pixels, *is_patch), mask))
         return hidden
