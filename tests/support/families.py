@@ -68,6 +68,7 @@ FAMILIES = {
     "LlamaForCausalLM": "tied-gqa",
     "LlavaForConditionalGeneration": "llava",
     "LlavaNextForConditionalGeneration": "llava-next",
+    "LlavaOnevisionForConditionalGeneration": "llava-onevision",
     "Mamba2ForCausalLM": "mamba2",
     "MambaForCausalLM": "mamba",
     "MellumForCausalLM": "mellum",

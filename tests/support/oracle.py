@@ -527,6 +527,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**SMALL_VISION, "model_type": "clip_vision_model"},
     },
+    "llava-onevision": {
+        "model_type": "llava_onevision", "tie_word_embeddings": True, "image_grid_pinpoints": [[28, 56]],
+        "text_config": {
+            "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        },
+        "vision_config": {**SMALL_VISION, "model_type": "siglip_vision_model"},
+    },
     "smolvlm": {
         "model_type": "smolvlm", "tie_word_embeddings": True, "text_config": {
             "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,

@@ -164,6 +164,17 @@ PICTURES: dict[str, dict[str, Any]] = {
         "pixels": {**SQUARE_PIXELS, "image_grid_pinpoints": GRID},
         "processor": "llava_next.processing_llava_next.LlavaNextProcessor", "attributes": LLAVA,
     },
+    "llava_onevision": {
+        "config": {"model_type": "llava_onevision", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+                   "image_grid_pinpoints": GRID, "vision_aspect_ratio": "anyres_max_2", "text_config": {
+            **TEXT, "model_type": "qwen2", "pad_token_id": 0,
+        }},
+        "tokens": ("<image>",), "image_token": "<image>", "ids": {"image_token_index": "<image>"},
+        "pixels": {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": GRID},
+        "processor": "llava_onevision.processing_llava_onevision.LlavaOnevisionProcessor",
+        "attributes": {"num_image_tokens": 16, "vision_feature_select_strategy": "full",
+                       "vision_aspect_ratio": "anyres_max_2"},
+    },
     "mistral3": {
         "config": {"model_type": "mistral3", "vision_config": PIXTRAL, "text_config": {
             **TEXT, "model_type": "mistral", "pad_token_id": 0,

@@ -1,5 +1,7 @@
-"""Which tiles an image is cut into by LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/)."""
+"""Which tiles an image is cut into by LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/) and
+LLaVA-OneVision (https://arxiv.org/abs/2408.03326, section 3.2)."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -34,3 +36,10 @@ def unpadded(
         return (tiles[0], tiles[1]), slice(padding, rows - padding), slice(0, columns)
     padding = (columns - int(round(width * (rows / height), 7))) // 2
     return (tiles[0], tiles[1]), slice(0, rows), slice(padding, columns - padding)
+
+
+def shrunken(rows: int, columns: int, max_tiles: int, side: int) -> tuple[int, int]:
+    """Rows and columns of states that an image's tiles are resized to, if they have many more than `max_tiles` tiles of
+    `side`² states; else those given."""
+    ratio = math.sqrt(rows * columns / (max_tiles * side**2))
+    return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)

@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "InternVLForConditionalGeneration": internvl.InternVL,
     "LlavaForConditionalGeneration": llava.Llava,
     "LlavaNextForConditionalGeneration": llava.LlavaNext,
+    "LlavaOnevisionForConditionalGeneration": llava.LlavaOnevision,
     "Mistral3ForConditionalGeneration": llava.Mistral3,
     "Qwen2VLForConditionalGeneration": qwen_vl.Qwen2VL,
     "Qwen2_5_VLForConditionalGeneration": qwen_vl.Qwen25VL,

@@ -3,6 +3,7 @@
 - LLaVA 1.5 (https://arxiv.org/abs/2310.03744): CLIP on a square image.
 - LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/): the same on the whole image and on its tiles. The
   states of the tiles are put together as in the image, without those of padding, and with a state after each row.
+- LLaVA-OneVision (https://arxiv.org/abs/2408.03326): the same with SigLIP, and many states are resized to fewer.
 - Pixtral (https://arxiv.org/abs/2410.07073, section 2) and Mistral Small 3.1: an image of any size, with a token after
   each row; the latter merges squares of patches.
 """
@@ -136,13 +137,17 @@ class LlavaNext(Llava):
     """LLaVA-NeXT."""
 
     towers = ("clip_vision_model", "siglip_vision_model")
+    tiles_processor = "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil"
+    default_points = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+    max_tiles: int | None = None
+    """Whose states an image's tiles may have before they are resized; None: any number."""
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
-        self.processor = "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil"
+        self.processor = self.tiles_processor
         points = fields.values.get("image_grid_pinpoints")
         if points is None:
-            points = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+            points = [list(point) for point in self.default_points]
         self.tile_size = self.vision.integer("image_size", 1, MAX_SIZE)
         if not isinstance(points, list) or not all(
             isinstance(point, list)
@@ -158,11 +163,12 @@ class LlavaNext(Llava):
 
     def layout(self, arrays: Mapping[str, Any]) -> list[int]:
         """Rows and columns of the states that are not padding, of all tiles together."""
-        from quire_engine.encoders.anyres import unpadded
+        from quire_engine.encoders.anyres import shrunken, unpadded
 
         sizes = [int(size) for size in arrays["image_sizes"][0]]
         _, rows, columns = unpadded(sizes, self.points, self.tile_size, self.side)
-        return [rows.stop - rows.start, columns.stop - columns.start]
+        found = rows.stop - rows.start, columns.stop - columns.start
+        return list(found if self.max_tiles is None else shrunken(*found, self.max_tiles, self.side))
 
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """States of the whole image, then of its tiles, with one after each row."""
@@ -173,4 +179,24 @@ class LlavaNext(Llava):
         """The same for tiles."""
         from quire_engine.encoders.towers.llava import TiledTower
 
-        return TiledTower(super().tower(), self.points, self.tile_size, self.side)
+        return TiledTower(super().tower(), self.points, self.tile_size, self.side, self.max_tiles)
+
+
+class LlavaOnevision(LlavaNext):
+    """LLaVA-OneVision. Each image of a prompt is cut into tiles, also where it has several."""
+
+    default_layer = -1
+    towers = ("siglip_vision_model",)
+    tiles_processor = "llava_onevision.image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil"
+    default_points = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
+
+    def __init__(self, fields: Fields) -> None:
+        given = {key: value for key, value in fields.values.items() if value is not None}
+        values = {"image_token_index": 151646, "vision_feature_select_strategy": "full", **given}
+        super().__init__(fields.with_values(values))
+        fields.choice("vision_feature_select_strategy", ("full",), "full")
+        name = "vision_aspect_ratio"
+        number = str(values.get(name, "anyres_max_9")).removeprefix("anyres_max_")
+        if not number.isascii() or not number.isdecimal() or not 0 < int(number) < MAX_SIZE:
+            raise fields.error(name, "anyres_max_ and a number of tiles, as in anyres_max_9")
+        self.max_tiles = int(number)

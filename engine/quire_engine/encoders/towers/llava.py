@@ -1,5 +1,5 @@
-"""The towers of LLaVA, LLaVA-NeXT, Pixtral and Mistral Small 3.1: CLIP (https://arxiv.org/abs/2103.00020, section 2.4),
-SigLIP or Pixtral's own, and a projector of two layers."""
+"""The towers of LLaVA, LLaVA-NeXT, LLaVA-OneVision, Pixtral and Mistral Small 3.1: CLIP
+(https://arxiv.org/abs/2103.00020, section 2.4), SigLIP or Pixtral's own, and a projector of two layers."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire_engine.encoders.anyres import unpadded
+from quire_engine.encoders.anyres import shrunken, unpadded
 from quire_engine.encoders.towers.layers import LayerNorm, Linear, RMSNorm, features_of
 from quire_engine.encoders.towers.pixtral import PixtralModel
 from quire_engine.encoders.towers.siglip import Embeddings, SiglipEncoder
@@ -91,9 +91,12 @@ class LlavaTower(nn.Module):
 
 
 class TiledTower(nn.Module):
-    """A tower that is applied to the whole image and to its tiles; `image_newline` follows each row of the latter."""
+    """A tower that is applied to the whole image and to its tiles; `image_newline` follows each row of the latter. States
+    of many more than `max_tiles` are resized to fewer."""
 
-    def __init__(self, tower: nn.Module, points: Sequence[Sequence[int]], tile_size: int, side: int) -> None:
+    def __init__(
+        self, tower: nn.Module, points: Sequence[Sequence[int]], tile_size: int, side: int, max_tiles: int | None
+    ) -> None:
         super().__init__()
         assert isinstance(tower, LlavaTower)
         self.vision_tower, self.multi_modal_projector = tower.vision_tower, tower.multi_modal_projector
@@ -101,6 +104,7 @@ class TiledTower(nn.Module):
             torch.empty(self.multi_modal_projector.linear_2.weight.shape[0]), requires_grad=False
         )
         self._tower, self._points, self._tile_size, self._side = [tower], points, tile_size, side
+        self._max_tiles = max_tiles
 
     def forward(self, pixel_values: torch.Tensor, image_sizes: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
         """[1, 1 + tiles, channels, height, width] and the image's height and width, [1, 2] → [n, E]"""
@@ -112,5 +116,9 @@ class TiledTower(nn.Module):
         side = self._side
         tiles = states[1:].view(rows, columns, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         tiles = tiles[of_rows, of_columns]
+        if self._max_tiles is not None:
+            size = shrunken(*tiles.shape[:2], self._max_tiles, side)
+            if size != tiles.shape[:2]:
+                tiles = F.interpolate(tiles.permute(2, 0, 1)[None], size, mode="bilinear")[0].permute(1, 2, 0)
         lines = torch.cat((tiles, self.image_newline.expand(len(tiles), 1, -1)), 1)
         return torch.cat((states[0], lines.flatten(0, 1)))
