@@ -95,12 +95,20 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
         a, b = (one.clone() if one.data_ptr() % 16 else one for one in pair)  # which the kernels of GPUs rely on
         return LoraWeight(rank, in_features, out_features, a, b, is_packed=False)
     group = GROUPS[a_RK.dtype]
-    panels = [
-        one.view(len(one), -1, group).transpose(0, 1).flatten() for one in torch.split(a_RK.contiguous(), LORA_PANEL)
-    ]
+    a = a_RK.new_empty(a_RK.numel())
+    for panel, rows in zip(a.split(LORA_PANEL * in_features), a_RK.split(LORA_PANEL), strict=True):
+        _by_group(panel.view(-1, group * len(rows))).copy_(_by_group(rows).t())
     b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
-    b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).flatten()
-    return LoraWeight(rank, in_features, out_features, torch.cat(panels), F.pad(b, (0, _TILE)), is_packed=True)
+    b, num_groups = b_NR.new_zeros(b_NR.numel() + _TILE), b_NR.shape[1] // group
+    panels = _by_group(b_NR).view(-1, LORA_PANEL, num_groups).transpose(1, 2)
+    _by_group(b[:-_TILE]).view(-1, num_groups, LORA_PANEL).copy_(panels)
+    return LoraWeight(rank, in_features, out_features, a, b, is_packed=True)
+
+
+def _by_group(matrix: torch.Tensor) -> torch.Tensor:
+    """The numbers that lie together in a packed pair as one of 32 bits."""
+    matrix = matrix.contiguous()
+    return (matrix.clone() if matrix.storage_offset() * matrix.itemsize % 4 else matrix).view(torch.int32)
 
 
 def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:

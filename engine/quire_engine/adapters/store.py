@@ -10,6 +10,7 @@ waits for its disk, and computes in small pieces, so that no step waits long for
 """
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 Matrices = list[list[tuple[torch.Tensor, torch.Tensor] | None]]
 """A and B of the rank, by layer, then by projection; None where the adapter changes nothing."""
 PAUSE_SECONDS = 0.0002
+NICENESS = 5
+"""Of the thread that loads: a core that also computes steps gives it a quarter of its time."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -232,6 +235,8 @@ class AdapterStore:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # A process that was itself started nice may not lower its niceness.
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         if self._like.is_cuda:
             torch.cuda.set_device(self._like.device)
         while (load := self._loads.get()) is not None:
@@ -302,10 +307,11 @@ class AdapterStore:
                 continue
             whole_b = _tensor(module.b)[module.first_row : module.first_row + one.shape[0]]
             a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a), whole_b)
-            dtype = self._like.dtype
-            a_RK, b_NR = a_RK.to(dtype), (b_NR.float() * module.scaling).to(dtype)
-            for half, matrix in (("A", a_RK), ("B", b_NR)):
-                if not matrix.isfinite().all():
+            dtype, scaling = self._like.dtype, module.scaling
+            a_RK, b_NR = a_RK.to(dtype), (b_NR if scaling == 1 else b_NR.float() * scaling).to(dtype)
+            are_as_read = DTYPES[module.a.dtype] == dtype, DTYPES[module.b.dtype] == dtype and scaling == one.scale == 1
+            for half, matrix, is_as_read in zip("AB", (a_RK, b_NR), are_as_read, strict=True):
+                if not is_as_read and not matrix.isfinite().all():
                     raise CheckpointError(f"the adapter's matrix {half} of {name} is too large for {dtype}")
             matrices.append((a_RK, b_NR))
         return matrices

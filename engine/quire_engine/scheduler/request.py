@@ -76,6 +76,8 @@ class Request:
     """Upper bound on output tokens: `sampling_params.max_tokens`, the context's end, or `max_new_tokens`."""
     eos_token_ids: frozenset[int] = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
+    allowed_token_ids: frozenset[int] | None = field(init=False)
+    """If it has any. An adapter's own head may have none of them; then what is sampled is not one of these."""
     needs_token_values: bool = field(init=False)
     """Whether the host has to know each token before the next is sampled; then there are no placeholders."""
     is_replay: bool = False
@@ -133,6 +135,8 @@ class Request:
             self.max_tokens = min(self.max_tokens, len(message.output_token_ids) + message.max_new_tokens)
         ends = eos if message.eos_token_id is None else (*eos, message.eos_token_id)
         self.eos_token_ids, self.stop_token_ids = frozenset(ends), frozenset(self.sampling_params.stop_token_ids)
+        allowed = self.sampling_params.allowed_token_ids
+        self.allowed_token_ids = None if allowed is None else frozenset(allowed)
         self.needs_token_values = _needs_token_values(self.sampling_params)
         if self.sampling_params.prompt_logprobs is not None and not message.output_token_ids:
             self.prompt_logprobs = []

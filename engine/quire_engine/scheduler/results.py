@@ -61,7 +61,7 @@ def take_result(
         if request_id in drafts:
             output.num_draft_tokens = len(drafts[request_id])
             request.num_computed_tokens -= 1 + output.num_draft_tokens - len(new_token_ids)
-        token_ids, grammar = request.all_token_ids, request.grammar
+        token_ids, grammar, allowed = request.all_token_ids, request.grammar, request.allowed_token_ids
         if len(token_ids) == request.num_prompt_tokens:
             _describe_prefill(output, request)
             first.append(output)
@@ -69,8 +69,16 @@ def take_result(
         for token_id in new_token_ids:
             if grammar is not None and not _accepts(request, token_id):
                 stopped = FinishReason.ERROR, None
-                output.error = "structured_outputs: no token that the grammar allows is left by the other parameters"
+                output.error = (
+                    "structured_outputs: no token that the grammar allows is left by the other parameters or the "
+                    "adapter"
+                )
                 output.error_parameter = "structured_outputs"
+                break
+            if allowed is not None and token_id not in allowed:
+                stopped = FinishReason.ERROR, None
+                output.error = "allowed_token_ids: no allowed token is left by the other parameters or the adapter"
+                output.error_parameter = "allowed_token_ids"
                 break
             token_ids.append(token_id)
             if request.num_output_placeholders:

@@ -86,6 +86,29 @@ def test_embeddings_and_heads_of_their_own(adapters: Any, settings: dict[str, An
     llm.shutdown()
 
 
+@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}], ids=str)
+def test_a_head_that_has_no_allowed_token(adapters: Any, settings: dict[str, Any]) -> None:
+    """The request ends with an error that says so. Others are not disturbed."""
+    llm, names = make_llm(adapters, **settings), ["", "fewer-tokens", "tables", "fewer-tokens"]
+    for temperature in (0, 1):
+        limited = SamplingParams(
+            temperature=temperature, seed=1, max_tokens=4, ignore_eos=True, allowed_token_ids=[510, 513]
+        )
+        one_left = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True, allowed_token_ids=[508, 513])
+        outputs = llm.generate(
+            prompts_of(len(names)), [limited, limited, limited, one_left], use_tqdm=False,
+            lora_request=[adapters.request(name) for name in names],
+        )  # fmt: skip
+        for output in (outputs[0], outputs[2]):
+            assert output.error is None
+            assert {*output.outputs[0].token_ids} <= {510, 513}
+        assert outputs[3].outputs[0].token_ids == [508] * 4
+        assert outputs[1].error == "allowed_token_ids: no allowed token is left by the other parameters or the adapter"
+        assert outputs[1].error_parameter == "allowed_token_ids"
+        assert outputs[1].outputs[0].token_ids == []
+    llm.shutdown()
+
+
 def test_tables_of_an_untied_base(checkpoint: Any, tmp_path: Path) -> None:
     base = checkpoint("untied-mha")
     folders = {
