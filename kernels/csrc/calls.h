@@ -292,6 +292,49 @@ struct XieluCall {
   int32_t is_float;
 };
 
+// Streams beside each other, as in AltUp; see streams.inc. All of void* are bfloat16 or float32, all alike.
+struct MixStreamsCall {
+  const void* base;        // [rows, outputs, size]
+  int64_t base_stride;     // elements between rows
+  const void* inputs;      // [rows, inputs, size]
+  int64_t inputs_stride;
+  const float* routes;     // [rows, routes_size]
+  const float* weight;     // [outputs, inputs, routes_size]
+  void* out;               // [rows, outputs, size], without gaps
+  int64_t rows;
+  int64_t num_outputs;
+  int64_t num_inputs;
+  int64_t routes_size;
+  int64_t size;
+  float offset;            // added to each coefficient
+  int32_t is_float;
+};
+
+struct MatchRmsCall {
+  const void* hidden;      // [rows, size], bfloat16 or float32, as are like and out
+  int64_t hidden_stride;   // elements between rows
+  const void* like;        // [rows, size]
+  int64_t like_stride;
+  void* out;               // [rows, size]
+  int64_t out_stride;
+  int64_t rows;
+  int64_t size;
+  float floor;             // of the mean square of hidden
+  int32_t is_float;
+};
+
+// Of row_moments, which writes the moments, and of gaussian_topk, which reads them.
+struct GaussianCall {
+  const void* x;        // [rows, size], bfloat16 or float32, as is out
+  int64_t x_stride;     // elements between rows
+  float* moments;       // [rows, 2], mean and variance
+  void* out;            // [rows, size], without gaps; null in row_moments
+  int64_t rows;
+  int64_t size;
+  float multiplier;     // of the standard deviation
+  int32_t is_float;
+};
+
 struct SoftCapCall {
   float* logits;          // [rows, size], written
   int64_t logits_stride;  // elements between rows

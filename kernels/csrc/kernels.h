@@ -55,6 +55,10 @@ struct Kernels {
   void (*route_tokens_in_groups)(const GroupedRouteCall&);
   void (*experts)(const ExpertsCall&);
   void (*convert_pages)(const PagesCall&);
+  void (*mix_streams)(const MixStreamsCall&);
+  void (*match_rms)(const MatchRmsCall&);
+  void (*row_moments)(const GaussianCall&);
+  void (*gaussian_topk)(const GaussianCall&);
   CopyDigest* copy_digest;
 };
 

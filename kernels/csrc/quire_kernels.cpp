@@ -125,6 +125,10 @@ QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.acti
 QUIRE_API void quire_xielu(const XieluCall* call) { kernels.xielu(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
 QUIRE_API void quire_scale_rows(const ScaleRowsCall* call) { kernels.scale_rows(*call); }
+QUIRE_API void quire_mix_streams(const MixStreamsCall* call) { kernels.mix_streams(*call); }
+QUIRE_API void quire_match_rms(const MatchRmsCall* call) { kernels.match_rms(*call); }
+QUIRE_API void quire_row_moments(const GaussianCall* call) { kernels.row_moments(*call); }
+QUIRE_API void quire_gaussian_topk(const GaussianCall* call) { kernels.gaussian_topk(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_store_rows(const StoreCall* call) { kernels.store_rows(*call); }

@@ -658,6 +658,24 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "gemma3n": {  # half of the layers have sparse gates, and the last two use the caches of others
+        "model_type": "gemma3n_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 6, "hidden_size": 60, "intermediate_size": [96, 88, 96, 104, 96, 96], "sliding_window": 17,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB_SIZE - 20, "num_kv_shared_layers": 2,
+        "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.95, 0.5, 0.8, 0.0, 0.0, 0.0], "altup_num_inputs": 3, "altup_active_idx": 1,
+        "laurel_rank": 10, "final_logit_softcapping": 8.0, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "gemma3n-conditional": {  # `add_other_parts` makes it one
+        "model_type": "gemma3n_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+        "num_hidden_layers": 4, "sliding_window": 17, "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 1, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0], "altup_correct_scale": False,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
     "gemma4": {  # the numbers of KV heads and the head sizes differ, and keys are values in layers without a window
         "model_type": "gemma4_text", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
         "num_hidden_layers": 5, "hidden_size": 60, "sliding_window": 17, "attention_k_eq_v": True,
@@ -780,6 +798,7 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
         elif parameter_name.endswith(  # and ones
             ("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight", "query_layernorm.weight",
              "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", ".router.scale",
+             "router_norm.weight", "correct_output_scale", "laurel_norm.weight", "per_layer_input_norm.weight",
              ".per_expert_scale", "linear_attn.norm.weight", "linear_attn.o_norm.weight", "q_layernorm.weight",
              "self_attn.o_norm.weight",
              "k_layernorm.weight", "operator_norm.weight", "ffn_norm.weight")
@@ -802,9 +821,35 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     tokenizer.save_pretrained(folder)
     if name.startswith("mimo"):  # transformers has it as Qwen2
         edit_json(folder / "config.json", architectures=["MiMoForCausalLM"], model_type="mimo")
+    if name == "gemma3n-conditional":
+        add_other_parts(folder)
     if name.endswith("-mtp") or changes.get("num_nextn_predict_layers"):
         add_mtp_layer(folder)
     return folder
+
+
+def add_other_parts(folder: Path) -> None:
+    """Make Gemma 3n's text model part of a whole one. transformers' own needs timm to be made."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = ("vision_tower.timm_model.conv_stem.conv", "audio_tower.conformer.0.norm", "embed_vision.embedding")
+    tensors |= {f"model.{name}.weight": torch.ones(2, 2) for name in others}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": config}
+    (folder / "config.json").write_text(json.dumps(whole))
+
+
+def load_text_model(folder: Path) -> PreTrainedModel:
+    """What `add_other_parts` has made part of a whole."""
+    config = json.loads((folder / "config.json").read_text())["text_config"]
+    tensors = load_file(folder / "model.safetensors")
+    own = {name.replace("language_model.", "") for name in tensors if "language_model." in name}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    missing, _ = model.load_state_dict(
+        {name: tensors[name.replace("model.", "model.language_model.", 1)] for name in own}, strict=False
+    )
+    assert missing == ["lm_head.weight"]  # which is the embedding
+    return model
 
 
 def mtp_names(folder: Path) -> list[str]:
@@ -863,6 +908,8 @@ class Expected:
 def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' own model of a checkpoint, in float32."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    if name == "Gemma3nForConditionalGeneration":
+        return load_text_model(folder).eval()
     kind = getattr(transformers, name.replace("MiMo", "Qwen2"), AutoModelForCausalLM)  # it has no MiMo: a Qwen2
     model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     # Its own forward fails in transformers 5.24.

@@ -71,6 +71,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "key_multiplier": 0.6, "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1,
         "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 0.7, 0.5, 1.3, 0.6],
     },
+    "gemma3n_text": {
+        **HYBRID, "intermediate_size": 96, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 515,
+        "num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0], "tie_word_embeddings": True,
+    },
     "jamba": {
         **HYBRID, "intermediate_size": 96, "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1,
         "num_experts": 3, "mamba_d_state": 16, "mamba_dt_rank": 16,

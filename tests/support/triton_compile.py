@@ -20,9 +20,12 @@ from quire_kernels import (
     argmax,
     embedding,
     gated_rms_norm,
+    gaussian_topk,
     gelu_tanh_and_mul,
     layer_norm,
     linear,
+    match_rms,
+    mix_streams,
     pack_experts,
     pack_linear,
     pack_lora,
@@ -31,6 +34,7 @@ from quire_kernels import (
     rms_norm,
     rope_and_cache,
     routed_experts,
+    row_moments,
     sample,
     silu_and_mul,
     store_rows,
@@ -90,6 +94,10 @@ def rows(dtype: torch.dtype) -> None:
     activate_and_mul(x, "none", x)
     activate_and_mul(x, "sigmoid", x)
     silu_and_mul(x)
+    streams, coefs = x.view(4, 4, 1024), torch.zeros(4, 4, 4)
+    mix_streams(streams, streams, torch.zeros(4, 4), coefs)
+    match_rms(x, x, 1e-5)
+    gaussian_topk(x, row_moments(x), 1.6)
     gelu_tanh_and_mul(x)
     embedding(ids, x)
     store_rows(x[:, :1000], ids, x.clone()[:, 1000:2000])

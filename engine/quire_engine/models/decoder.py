@@ -39,7 +39,7 @@ from quire_engine.models.base import OUTPUT, FeatureTaps, replace_rows
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.balanced_experts import BalancedExperts
-from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
+from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts, SparseMLP
 from quire_engine.models.layers.gated_delta import GatedDelta
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
@@ -86,7 +86,7 @@ def make_feed_forward(
     config: CheckpointConfig, options: MLPOptions | ExpertsOptions, parallel: ParallelState
 ) -> GatedMLP | MixtureOfExperts:
     if isinstance(options, MLPOptions):
-        return GatedMLP(config.hidden_size, options, parallel)
+        return (SparseMLP if options.sparsity else GatedMLP)(config.hidden_size, options, parallel)
     kind = MixtureOfExperts if parallel.num_redundant_experts is None else BalancedExperts
     return (kind if parallel.expert_group is None else LockstepExperts)(config, options, parallel)
 

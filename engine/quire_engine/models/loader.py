@@ -21,6 +21,7 @@ from torch import nn
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
+from quire_engine.models.altup import AltUpDecoder
 from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, open_checkpoint
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.parts import part_names, with_experts, with_parts
@@ -47,7 +48,8 @@ DUMMY_STD = 0.02
 
 def new_model(config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> Decoder:
     """A model whose tensors are not loaded."""
-    return (Decoder if config.options.encoder is None else Encoder)(config, max_model_len, parallel)
+    kind = Decoder if config.options.altup is None else AltUpDecoder
+    return (kind if config.options.encoder is None else Encoder)(config, max_model_len, parallel)
 
 
 def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = False) -> dict[str, StoredTensor]:

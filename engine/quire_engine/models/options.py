@@ -269,6 +269,9 @@ class MLPOptions:
     """Whether the output has a bias; None: as the others."""
     is_gated: bool = True
     """Else the activation is that of the only input projection."""
+    sparsity: float = 0.0
+    """Above 0, only the numbers of a token's gate that are above this quantile of a normal distribution with their mean
+    and deviation are not zero, and that cutoff is subtracted from them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -469,6 +472,19 @@ class LayerInputOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AltUpOptions:
+    """There are several residual streams, of which each layer computes one (`models/altup.py`)."""
+
+    num_streams: int
+    active: int
+    """The stream that layers compute."""
+    scales_output: bool
+    """This stream, as the layer has corrected it, is scaled before the layer's own input gates it."""
+    laurel_rank: int
+    """Of the product that is added beside attention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """A model."""
 
@@ -477,6 +493,8 @@ class ModelOptions:
     embedding_scale: float = 1.0
     """Multiplies the embeddings; rounded to the model's dtype."""
     layer_inputs: LayerInputOptions | None = None
+    altup: AltUpOptions | None = None
+    """None: there is one residual stream."""
     layer_scales: bool = False
     """Each layer has a number that multiplies the residual stream after it."""
     residual_multiplier: float = 1.0

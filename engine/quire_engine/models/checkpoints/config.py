@@ -174,9 +174,9 @@ class CheckpointConfig(ServedCheckpoint):
         return next((one.mixture for one in self.options.layers if one.mixture is not None), None)
 
     @property
-    def _dense(self) -> MLPOptions | None:
-        """The feed-forward of the layers without experts; None if all have some."""
-        return next((one.mlp for one in self.options.layers if isinstance(one.mlp, MLPOptions)), None)
+    def _dense_sizes(self) -> list[int]:
+        """The sizes of the feed-forwards of the layers without experts."""
+        return sorted({one.mlp.intermediate_size for one in self.options.layers if isinstance(one.mlp, MLPOptions)})
 
     @property
     def _kv_heads(self) -> list[int]:
@@ -263,8 +263,8 @@ class CheckpointConfig(ServedCheckpoint):
         """Why the layers cannot be cut into this many slices; None if they can."""
         experts, has_attention = self.experts, any(layer.attention is not None for layer in self.options.layers)
         sizes = {"num_attention_heads": self.num_heads} if has_attention else {}
-        if self._dense is not None:
-            sizes["intermediate_size"] = self._dense.intermediate_size
+        if dense := self._dense_sizes:
+            sizes["intermediate_size"] = next((size for size in dense if size % ranks), dense[0])
         if experts is not None:
             sizes["shared_expert_intermediate_size"] = experts.shared.intermediate_size if experts.shared else 0
             if not enable_expert_parallel:

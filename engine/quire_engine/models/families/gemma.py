@@ -18,6 +18,7 @@ from quire_engine.models.families.reading import (
 )
 from quire_engine.models.options import (
     PRE_NORMS,
+    AltUpOptions,
     AttentionOptions,
     ExpertsOptions,
     LayerInputOptions,
@@ -41,6 +42,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **GEMMA2, "rope_theta": 1e6, "max_position_embeddings": 131072, "vocab_size": 262208,
         "num_attention_heads": 8, "num_key_value_heads": 4,
     },
+    "gemma3n": {
+        **GEMMA2, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "rope_theta": 1e6, "max_position_embeddings": 32768, "vocab_size": 262400,
+    },
     "gemma4": GEMMA4,
     "gemma4_unified": {
         **GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
@@ -60,6 +65,8 @@ GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GEMMA4_NORMS = replace(NORMS, offset=0.0)
+MAX_STREAMS = 16
+"""More would be a mistake in the file: each layer has the cube of their number in coefficients."""
 GEMMA4_NAMES = (
     (".layer_scalar", ".layer_scalar.weight"), (".router.proj.", ".moe.gate."),
     (".moe.experts.", ".experts."),  # as some quantisers call them
@@ -122,13 +129,54 @@ def gemma3(fields: Fields) -> ModelOptions:
     )
 
 
+def gemma3n(fields: Fields) -> ModelOptions:
+    """Gemma 3n (https://huggingface.co/docs/transformers/model_doc/gemma3n): several residual streams, of which each
+    layer computes one; an input of its own for each layer; gates of the first layers that are sparse. The last layers
+    use the keys and values of earlier ones."""
+    num_layers = read_num_layers(fields)
+    windows = read_windows(fields, read_window(fields, 512), lambda i: (i + 1) % 5 != 0)
+    owners = _read_cache_owners(fields, windows, 15)
+    common = read_attention(fields, head_norms=True, value_norms=True, scale=1.0)
+    local_rope = read_window_rope(fields, "rope_local_base_freq", 10000.0)
+    sizes = fields.values["intermediate_size"]
+    sizes = sizes if isinstance(sizes, list) else [sizes] * num_layers
+    if len(sizes) != num_layers:
+        raise fields.error("intermediate_size", f"a size, or one for each of {num_layers} layers")
+    layers = []
+    for window, owner, size, sparsity in zip(windows, owners, sizes, _read_sparsities(fields), strict=True):
+        rope = common.rope if window is None else local_rope
+        mlp = read_mlp(
+            fields.with_values({**fields.values, "intermediate_size": size}), "hidden_activation", "gelu_pytorch_tanh"
+        )
+        attention = replace(common, window=window, cache_of=owner, rope=rope)
+        layers.append(LayerOptions(attention, replace(mlp, sparsity=sparsity)))
+    number = fields.integer("altup_num_inputs", 2, MAX_STREAMS, 4)
+    return ModelOptions(
+        layers=tuple(layers),
+        norms=replace(GEMMA4_NORMS, after_layer_input="post_per_layer_input_norm"),
+        embedding_scale=fields.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
+        layer_inputs=LayerInputOptions(
+            size=fields.integer("hidden_size_per_layer_input", 1, MAX_SIZE, 256),
+            vocab_size=fields.integer("vocab_size_per_layer_input", 1, MAX_SIZE, 262144),
+            activation=mlp.activation,
+        ),
+        altup=AltUpOptions(
+            num_streams=number,
+            active=fields.integer("altup_active_idx", 0, number - 1, 0),
+            scales_output=fields.boolean("altup_correct_scale", True),
+            laurel_rank=fields.integer("laurel_rank", 1, MAX_SIZE, 64),
+        ),
+        logits_soft_cap=fields.positive_or_null("final_logit_softcapping", 30.0),
+        renamed=((".correct_output_scale", ".correct_output_scale.weight"),),
+    )
+
+
 def gemma4(fields: Fields) -> ModelOptions:
     """Gemma 4 (https://huggingface.co/docs/transformers/model_doc/gemma4): normed values; layers that see everything
     have larger heads, of which a part is rotated, and their keys may be their values. A large model has experts beside
     its feed-forward. In the small ones each layer has an input of its own, and the last layers use the keys and values
     of earlier ones."""
-    num_layers, window = read_num_layers(fields), read_window(fields, 512)
-    windows = list(read_windows(fields, window, lambda i: (i + 1) % 6 != 0))
+    windows = list(read_windows(fields, read_window(fields, 512), lambda i: (i + 1) % 6 != 0))
     windows[-1] = None
     overrides = _read_overrides(fields, windows)
     full_size = next((head_size for head_size, _ in overrides.values()), read_head_size(fields))
@@ -141,17 +189,11 @@ def gemma4(fields: Fields) -> ModelOptions:
         scale=1.0,
     )  # fmt: skip
     local_rope = read_window_rope(rope_fields, "rope_local_base_freq", 10000.0)
-    num_shared = fields.integer("num_kv_shared_layers", 0, num_layers - 1, 0)
-    first_shared, keys_are_values = num_layers - num_shared, fields.boolean("attention_k_eq_v", False)
+    owners, keys_are_values = _read_cache_owners(fields, windows, 0), fields.boolean("attention_k_eq_v", False)
     mlp = read_mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
     is_wide = fields.boolean("use_double_wide_mlp", False)
     experts, layers = _read_experts(fields, mlp), []
-    for number, own_window in enumerate(windows):
-        cache_of = None
-        if number >= first_shared:
-            cache_of = max((i for i in range(first_shared) if windows[i] == own_window), default=None)
-            if cache_of is None:
-                raise fields.error("num_kv_shared_layers", "less: the layers before have none of the same type")
+    for number, (own_window, cache_of) in enumerate(zip(windows, owners, strict=True)):
         head_size, num_kv_heads = overrides.get(number, (None, None))
         attention = replace(
             common, window=own_window, head_size=head_size, num_kv_heads=num_kv_heads, cache_of=cache_of,
@@ -187,6 +229,30 @@ def gemma4(fields: Fields) -> ModelOptions:
 def gemma4_unified(fields: Fields) -> ModelOptions:
     """The text model of Gemma 4 12B, which embeds images and sounds without encoders: Gemma 4 with other defaults."""
     return gemma4(fields)
+
+
+def _read_cache_owners(fields: Fields, windows: Sequence[int | None], default: int) -> list[int | None]:
+    """By layer, the earlier one whose keys and values are its own too; None: it makes its own. The default is that of
+    `num_kv_shared_layers`."""
+    first = len(windows) - fields.integer("num_kv_shared_layers", 0, len(windows) - 1, default)
+    last = {window: number for number, window in enumerate(windows[:first])}
+    if not last.keys() >= set(windows[first:]):
+        raise fields.error("num_kv_shared_layers", "less: the layers before have none of the same type")
+    return [None] * first + [last[window] for window in windows[first:]]
+
+
+def _read_sparsities(fields: Fields) -> list[float]:
+    """By layer, which part of its gate's numbers becomes zero."""
+    num_layers, given = read_num_layers(fields), fields.values.get("activation_sparsity_pattern")
+    if given is None:
+        num_sparse = 10 if num_layers > 10 else 0
+        return [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
+    if (
+        not isinstance(given, list) or len(given) != num_layers
+        or not all(type(one) in (int, float) and 0 <= one < 1 for one in given)
+    ):  # fmt: skip
+        raise fields.error("activation_sparsity_pattern", f"a number from 0 to below 1 for each of {num_layers} layers")
+    return list(map(float, given))
 
 
 def _read_overrides(fields: Fields, windows: Sequence[int | None]) -> dict[int, tuple[int, int | None]]:

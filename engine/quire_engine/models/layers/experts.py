@@ -14,15 +14,19 @@ elsewhere add nothing to a rank's part of the sum::
 """
 
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import torch
 from quire_kernels import (
     ExpertsWeight,
+    activate_and_mul,
     add_residual,
+    gaussian_topk,
     grouped_topk,
     pack_experts,
     rms_norm,
     routed_experts,
+    row_moments,
     scale_rows,
     topk_softmax,
     xielu,
@@ -75,7 +79,7 @@ class Expert(nn.Module):
         size, bias, is_xielu = options.intermediate_size, options.bias, options.activation == "xielu"
         parts = {"gate_proj": size, "up_proj": size} if options.is_gated else {"up_proj": size}
         self.gate_up_proj = ColumnParallel(
-            hidden_size, parts, bias, parallel, gated=options.is_gated,
+            hidden_size, parts, bias, parallel, gated=options.is_gated and not options.sparsity,
             activation="silu" if is_xielu else options.activation, activates=not options.is_gated and not is_xielu,
         )  # fmt: skip
         self.alpha_p, self.alpha_n = (Weight(1, dtype=torch.float32) if is_xielu else None for _ in range(2))
@@ -97,6 +101,29 @@ class GatedMLP(Expert):
         if self.alpha_p is not None and self.alpha_n is not None:
             hidden_TI = xielu(hidden_TI, self.alpha_p.weight, self.alpha_n.weight)
         out_TE: torch.Tensor = self.down_proj(hidden_TI)
+        return out_TE
+
+
+class SparseMLP(GatedMLP):
+    """A feed-forward of whose gate only the largest numbers are not zero (`MLPOptions.sparsity`)."""
+
+    def __init__(self, hidden_size: int, options: MLPOptions, parallel: ParallelState) -> None:
+        super().__init__(hidden_size, options, parallel)
+        self.activation, self.multiplier = options.activation, NormalDist().inv_cdf(options.sparsity)
+        self._group, (self._own_size, _) = parallel.tensor_group, self.gate_up_proj.sizes
+        self._share = self._own_size / options.intermediate_size
+
+    def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, E]."""
+        gate_TI, up_TI = self.gate_up_proj(hidden_TE).tensor_split([self._own_size], 1)
+        moments_T2 = row_moments(gate_TI)
+        if self._group is not None:  # of the whole gate
+            mean_T, variance_T = moments_T2.unbind(1)
+            sums_T2 = torch.stack((mean_T, variance_T + mean_T.square()), 1) * self._share
+            mean_T, square_T = self._group.all_reduce(sums_T2).unbind(1)
+            moments_T2 = torch.stack((mean_T, (square_T - mean_T.square()).clamp(min=0)), 1)
+        gate_TI = gaussian_topk(gate_TI, moments_T2, self.multiplier)
+        out_TE: torch.Tensor = self.down_proj(activate_and_mul(gate_TI, self.activation, up_TI))
         return out_TE
 
 

@@ -131,6 +131,11 @@ def test_tables_of_an_untied_base(checkpoint: Any, tmp_path: Path) -> None:
         # Recurrent layers: Mamba-2, fused; Gated DeltaNet, by heads of keys, and with other names; gates of low rank.
         ("mamba2", ["in_proj", "out_proj"]),
         ("qwen3-next", ["in_proj_qkvz", "in_proj_ba", "out_proj"]),
+        pytest.param(
+            "gemma3n",
+            ["q_proj", "k_proj", "gate_proj", "up_proj", "down_proj", "linear_left", "per_layer_input_gate"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("olmo-hybrid", ["q_proj", "g_proj", "a_proj", "o_proj"], marks=pytest.mark.slow),
         pytest.param(
             "kimi-linear",

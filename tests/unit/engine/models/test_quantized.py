@@ -224,7 +224,7 @@ def test_an_engine_says_what_the_dequantised_checkpoint_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", HYBRID_FORMS)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, "gemma3n_text"])
 def test_a_hybrid_says_what_the_dequantised_checkpoint_does(
     family: str, form: str, written: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

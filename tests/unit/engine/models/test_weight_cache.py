@@ -175,6 +175,7 @@ def test_mapped_weights_of_an_unquantised_checkpoint_need_none_of_its_names(
         ("mixtral", {}),
         ("deepseek-v3", {}),
         ("gemma3", {"dtype": "bfloat16"}),
+        ("gemma3n", {"quantization": "int8"}),
         ("hunyuan-dense", {}),
     ],
 )

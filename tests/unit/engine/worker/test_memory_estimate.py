@@ -44,6 +44,7 @@ def bytes_of(model: Decoder) -> int:
         ("tinypy", {"quantization": "int4", "kv_cache_dtype": "fp8"}, 0.03),
         ("tinypy", {"quantization": "fp8"}, 0.03),
         ("gemma3", {"max_num_batched_tokens": 16}, 0.1),  # layers with a window have groups of their own
+        ("gemma3n", {"max_num_batched_tokens": 16}, 0.2),  # whose features are padded to panels
         ("deepseek-v3", {}, 0.2),  # latent attention, and experts, both tiny
         ("gpt-oss", {}, 0.1),
     ],
