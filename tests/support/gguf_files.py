@@ -23,21 +23,32 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "granite": "granite", "granitemoe": "granitemoe",
     "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
     "llama": "llama", "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
-    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
-    "smollm3": "smollm3",
+    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next", "smollm3": "smollm3",
 }  # fmt: skip
 """`model_type` → llama.cpp's name."""
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
 _RECURRENT = {"conv", "linear_attention", "mamba"}
 """Kinds of layers."""
+_TILED = ("qwen35", "qwen35moe")
+_TILED_PARTS = (
+    ".in_proj_qkv.weight", ".in_proj_z.weight", ".in_proj_b.weight", ".in_proj_a.weight", ".A_log", ".dt_bias",
+    ".conv1d.weight",
+)  # fmt: skip
+"""Tensors with rows of heads of values, which are reordered in these architectures."""
+_DELTA = (
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim",
+)  # fmt: skip
 _STATE_SIZES = {
     "granitehybrid": ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head"),
-    "qwen3next": (
-        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-        "linear_value_head_dim",
-    ),
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA),
 }  # fmt: skip
 """Of a configuration: the convolution's width, the state's size, groups, heads, and a head's size."""
+_MTP_NAMES = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm",
+}  # fmt: skip
+"""Of Qwen's layer of multi-token prediction: in the checkpoint, and in a file."""
 _SCALES = {  # where each type has numbers in float16
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
@@ -81,17 +92,27 @@ def write_gguf(
     if arch == "granitehybrid" and not _RECURRENT.intersection(config["layer_types"]):
         arch = "granitemoe" if config["num_local_experts"] else "granite"
     writer = gguf.GGUFWriter(str(file), arch, split_max_tensors=split)
-    _write_config(writer, config, arch)
     split_name = "lfm2" if arch.startswith("lfm2") else "gpt-2"
     _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), split_name)
-    names = gguf.get_tensor_name_map(
-        next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config["num_hidden_layers"]
-    )
     weights = load_file(folder / "model.safetensors")
+    num_mtp = int(any(name.startswith("mtp.") for name in weights)) or config.get("num_nextn_predict_layers", 0)
+    num_layers = config["num_hidden_layers"] + num_mtp
+    if num_mtp:
+        writer.add_nextn_predict_layers(num_mtp)
+    writer.add_block_count(num_layers)
+    _write_config(writer, config, arch, num_mtp)
+    names = gguf.get_tensor_name_map(
+        next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), num_layers
+    )
     entries: dict[str, tuple[torch.Tensor, str]] = {}
     stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
 
     def name_of(own: str) -> str:
+        if own.startswith("mtp."):
+            number, part = config["num_hidden_layers"], own.split(".")[1]
+            if part in _MTP_NAMES:
+                return f"blk.{number}.nextn.{_MTP_NAMES[part]}.weight"
+            own = own.replace("mtp.layers.0", f"model.layers.{number}")
         own = re.sub(r"model\.(.*)(block_sparse_moe|feed_forward)\.experts", r"\1feed_forward.experts", own)
         return names.get_name(own, (".weight", ".bias")) or own
 
@@ -100,6 +121,12 @@ def write_gguf(
         stored = tensor.float()
         if kind != "F32":
             stored, weights[name] = _quantised(tensor, kind, seed=sum(map(ord, name)))
+        if name.endswith("linear_attn.out_proj.weight") and arch in _TILED:
+            sizes = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+            if kind == "F32":
+                stored = _swapped(stored, 1, *sizes)
+            else:
+                weights[name] = _swapped(weights[name], 1, *sizes[::-1])
         if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             stacks.setdefault((f"{expert[1]}.{expert[3]}", kind), {})[int(expert[2])] = stored
             continue
@@ -127,6 +154,11 @@ def _quantised(tensor: torch.Tensor, kind: str, seed: int) -> tuple[torch.Tensor
     return torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, dtype))
 
 
+def _swapped(tensor: torch.Tensor, dim: int, first: int, second: int) -> torch.Tensor:
+    """Of so many units that have so many parts, the first part of each unit, then the second parts, and so on."""
+    return tensor.unflatten(dim, (first, second, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
 def _converted(
     name: str, tensor: torch.Tensor, config: Mapping[str, Any], arch: str, latent_split: bool
 ) -> list[tuple[str, torch.Tensor]]:
@@ -135,9 +167,22 @@ def _converted(
     part = name.split(".")[-2]
     if part in heads and arch in _PERMUTED:
         return [(name, tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2))]
-    has_offset = arch in ("gemma2", "gemma3", "qwen3next") and not name.endswith("linear_attn.norm.weight")
-    if has_offset and name.endswith("norm.weight"):
+    has_offset = arch in ("gemma2", "gemma3", "qwen3next", *_TILED) and not name.endswith("linear_attn.norm.weight")
+    if has_offset and name.endswith(("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")):
         return [(name, tensor + 1)]
+    if arch in _TILED and name.endswith(_TILED_PARTS):
+        num_keys, keys = config["linear_num_key_heads"], 0
+        if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            keys = 2 * num_keys * config["linear_key_head_dim"]
+        each = config["linear_num_value_heads"] // num_keys
+        tensor = torch.cat((tensor[:keys], _swapped(tensor[keys:], 0, num_keys, each)))
+    if name.endswith("experts.gate_up_proj") and arch == "qwen35moe":
+        place = name.removesuffix("gate_up_proj")
+        return [
+            (f"{place}{one}_proj.weight", half) for one, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
+        ]
+    if name.endswith("experts.down_proj") and arch == "qwen35moe":
+        return [(f"{name}.weight", tensor)]
     if part == "kv_b_proj" and latent_split:
         nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
         keys, values = tensor.unflatten(0, (config["num_attention_heads"], nope + value)).split([nope, value], dim=1)
@@ -185,11 +230,10 @@ def _converted(
     return [(name, tensor)]
 
 
-def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -> None:
+def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str, num_mtp: int) -> None:
     heads, latent = config["num_attention_heads"], arch == "deepseek2"
     writer.add_context_length(1 << 20 if arch == "granitehybrid" else config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(heads)
     if arch in ("granitehybrid", "lfm2", "lfm2moe"):
         kv_heads = config["num_key_value_heads"]
@@ -205,6 +249,10 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str)
         writer.add_ssm_inner_size(heads_of_states * head_size)
     if arch == "granitehybrid":
         writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
+    if arch in _TILED:
+        is_recurrent = [kind in _RECURRENT for kind in config["layer_types"]] + [False] * num_mtp
+        writer.add_array(f"{arch}.attention.recurrent_layers", is_recurrent)
+        writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
     if arch == "qwen3next":
         writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     if arch in ("lfm2", "lfm2moe"):
@@ -212,11 +260,12 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str)
     if arch == "lfm2moe":
         writer.add_leading_dense_block_count(config["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    size = config["intermediate_size"]
+    size = config.get("intermediate_size") or 0
     if config.get("block_auto_adjust_ff_dim"):
         multiple, factor = config["block_multiple_of"], config["block_ffn_dim_multiplier"]
         size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
-    writer.add_feed_forward_length(size)
+    if size:
+        writer.add_feed_forward_length(size)
     writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
     if config.get("head_dim") and not latent:
         writer.add_key_length(config["head_dim"])

@@ -10,23 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.frontend.tokenizer_limits import DEEPSEEK_V3, GPT_2, GPT_4O, LLAMA_3, QWEN_2, TEKKEN
+from quire_engine.frontend.tokenizer_limits import DEEPSEEK_V3, GPT_2, GPT_4O, LLAMA_3, QWEN_2, QWEN_3_5, TEKKEN
 from quire_engine.models.checkpoints.files import brief
-from quire_engine.models.checkpoints.gguf_metadata import Array
+from quire_engine.models.checkpoints.gguf_types import Array
 
 _DIGITS = r"\p{N}"
 SPLITS = {
     **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "phi-2", "granite-docling"), (GPT_2,)),
     **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), (_DIGITS, GPT_2)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral", "dbrx", "smaug-bpe"), (LLAMA_3,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon-h1", "falcon3", "lfm2", "pixtral"), (LLAMA_3,)),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "glm4", "smaug-bpe"), (LLAMA_3,)),
+    "qwen35": (QWEN_3_5,),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN_2,)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (GPT_4O,)),
     "tekken": (TEKKEN,),
     "deepseek-v3": DEEPSEEK_V3,
 }
 """`tokenizer.ggml.pre` → the regular expressions that split a text, one after the other."""
-WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral", "tekken")
-"""Those of `SPLITS` that add a first token unless the metadata decide it; words that are tokens are not merged."""
+WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon-h1", "falcon3", "lfm2", "pixtral", "tekken")
+"""Those of `SPLITS` that add a first token unless the metadata decide it."""
+WHOLE_WORDS = (*WITH_BOS, "glm4")
+"""Those whose words are not merged if they are tokens."""
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
@@ -117,7 +121,7 @@ class _Tokenizer:
         merges = self.items("merges", str) or (_merges(vocab, self._scores(spelled)) if self.kind == "llama" else [])
         model = {
             "type": "BPE", "vocab": vocab, "merges": merges, "dropout": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "ignore_merges": self.kind == "gpt2" and self.split in WITH_BOS,
+            "end_of_word_suffix": None, "ignore_merges": self.kind == "gpt2" and self.split in WHOLE_WORDS,
             "unk_token": self.special("unknown", 0), "fuse_unk": self.kind == "llama",
             "byte_fallback": self.kind == "llama",
         }  # fmt: skip

@@ -47,6 +47,7 @@ _CASED = (
 )
 LLAMA_3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 QWEN_2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+QWEN_3_5 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
 GPT_4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", "{1,3}")
 TEKKEN = _CASED % ("", "", "")
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -62,7 +63,7 @@ LINEAR_REGEXES = frozenset({
     TEKKEN,  # Mistral's
     GPT_2,
     *DEEPSEEK_V3,
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 3.5
+    QWEN_3_5,
     r" {2,}|\n| ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s",  # tinypy
     r"[0-9][0-9][0-9]", r" {2,}", r"\s+", r"\p{N}",
 })  # fmt: skip

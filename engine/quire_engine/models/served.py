@@ -122,7 +122,7 @@ def _tokenizer_values(folder: Path) -> object:
     """What is equal of equal tokenizers."""
     tokenizer = open_checkpoint(folder, "tokenizer").tokenizer()
     if not isinstance(tokenizer, Path):
-        from quire_engine.models.checkpoints.gguf_metadata import Array
+        from quire_engine.models.checkpoints.gguf_types import Array
 
         return {name: value.read() if isinstance(value, Array) else value for name, value in tokenizer.items()}
     paths = [tokenizer / name for name in TOKENIZER_FILES]

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor, release_view
 from quire_engine.models.checkpoints.files import brief, open_regular
-from quire_engine.models.checkpoints.gguf_metadata import ARRAY, BLOCKS, FORMATS, STRING, TYPES, Array, Metadata
+from quire_engine.models.checkpoints.gguf_metadata import Metadata
+from quire_engine.models.checkpoints.gguf_states import mixed_heads, restored
+from quire_engine.models.checkpoints.gguf_types import ARRAY, BLOCKS, FORMATS, STRING, TYPES, Array
 
 if TYPE_CHECKING:
     import torch
@@ -118,12 +120,16 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         return Metadata(path, header.metadata, stored, self._read_floats)
 
     def config(self) -> tuple[Path, dict[str, Any]]:
-        named = ((name.removesuffix(".weight"), tensor.dtype) for name, tensor in self.tensors.items())
-        types = {name: dtype for name, dtype in named if dtype in BLOCKS}
+        quantised = {
+            name.removesuffix(".weight"): tensor for name, tensor in self.tensors.items() if tensor.dtype in BLOCKS
+        }
+        types = {name: tensor.dtype for name, tensor in quantised.items()}
+        heads = {name: mixed_heads(self._metadata, tensor) for name, tensor in quantised.items()}
         fields = self._metadata.config()
         if fields["tie_word_embeddings"] and "embed_tokens" in types:
             types["lm_head"] = types["embed_tokens"]
-        return self.path, {**fields, "quantization_config": {"quant_method": "gguf", "types": types}}
+        quantization = {"types": types, "mixed_heads": {name: own for name, own in heads.items() if own is not None}}
+        return self.path, {**fields, "quantization_config": {"quant_method": "gguf", **quantization}}
 
     def tokenizer(self) -> Mapping[str, Any]:
         return self._metadata.tokenizer()
@@ -141,13 +147,9 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
             whole = whole[matrix]
         elif whole.dim() != len(tensor.shape):
             whole = whole.reshape(-1, *tensor.shape[1:])
-        if tensor.name.endswith(".ssm_a"):  # llama.cpp has the decay itself
-            return whole.neg().log()[inside]
-        heads, key_heads = self._metadata.interleaved_heads(tensor.name), self._metadata.key_heads(tensor.name)
-        if key_heads is not None:
-            return whole.view(key_heads, 2, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)[inside]
+        heads = self._metadata.interleaved_heads(tensor.name)
         if heads is None:
-            return whole[inside]
+            return restored(self._metadata, tensor, whole)[inside]
         # llama.cpp has the rows that are rotated together side by side; here one is in each half of a head.
         halves = whole.view(heads, -1, 2, *whole.shape[1:]).transpose(1, 2)
         piece: torch.Tensor = halves.reshape(whole.shape)[inside]

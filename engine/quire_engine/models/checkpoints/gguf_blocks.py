@@ -12,7 +12,7 @@ import torch
 from quire_kernels import GroupedCodes
 
 from quire_engine.models.checkpoints.base import BAND
-from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
+from quire_engine.models.checkpoints.gguf_types import BLOCKS
 
 IQ4 = torch.tensor((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241), dtype=torch.uint8)
 """Values of IQ4_NL and IQ4_XS, plus 128."""
@@ -167,6 +167,26 @@ def unpack(blocks_NB: torch.Tensor, kind: str) -> GroupedCodes:
             tensor[first : first + len(band)] = getattr(codes, name)
         first += len(band)
     return replace(codes, **whole)
+
+
+def with_grouped_heads(codes: GroupedCodes, each: int, size: int, num_keys: int) -> GroupedCodes:
+    """Codes whose heads of columns are in order. Their groups must not be parts of two heads.
+
+    Args:
+        codes: of each block of columns those of one head of so many heads of keys, then those of the next.
+        each: heads of a head of keys.
+        size: columns of a head.
+        num_keys: heads of keys that share a block.
+    """
+
+    def order(values_NK: torch.Tensor, unit: int) -> torch.Tensor:
+        return values_NK.unflatten(1, (-1, each, num_keys, unit)).transpose(2, 3).flatten(1)
+
+    offsets, groups = codes.group_offsets(), size // codes.group_size
+    return replace(
+        codes, codes=order(codes.codes, size), scales=order(codes.group_scales(), groups), super_scales=None,
+        offsets=None if offsets is None else order(offsets, groups), super_offsets=None,
+    )  # fmt: skip
 
 
 def has_finite_scales(blocks_NB: torch.Tensor, kind: str) -> bool:

@@ -6,43 +6,31 @@ conversion changes some tensors: `GgufReader` changes them back.
 
 import dataclasses
 import functools
-import math
 import re
-import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import StoredTensor
-from quire_engine.models.checkpoints.files import brief, open_regular
+from quire_engine.models.checkpoints.files import brief
+from quire_engine.models.checkpoints.gguf_states import LFMS, is_of_state, split_rows, state_fields, state_parts
+from quire_engine.models.checkpoints.gguf_types import FORMATS, Array
 
-TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
-    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
-}  # fmt: skip
-"""By number in a file: name, numbers of a block, and its bytes."""
-BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values() if numbers > 1}
-"""Those of quantised types: numbers and bytes of a block."""
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM", "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM", "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "qwen3next": "Qwen3NextForCausalLM",
-    "qwen3vl": "Qwen3ForCausalLM", "qwen3vlmoe": "Qwen3MoeForCausalLM", "smollm3": "SmolLM3ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen35": "Qwen3_5ForCausalLM", "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM", "qwen3next": "Qwen3NextForCausalLM", "qwen3vl": "Qwen3ForCausalLM",
+    "qwen3vlmoe": "Qwen3MoeForCausalLM", "smollm3": "SmolLM3ForCausalLM",
 }  # fmt: skip
 """llama.cpp's name → transformers'; see `_architecture`."""
 INTERLEAVED = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 """Architectures whose queries and keys llama.cpp reorders: rows that are rotated together are side by side."""
 GEMMAS = ("gemma2", "gemma3")
-LFMS = ("lfm2", "lfm2moe")
-RECURRENT = {"granitehybrid": "mamba", "qwen3next": "linear_attn"}
-"""Architectures with `ssm_` tensors, and what transformers calls the module that they are of."""
 WHOLE = {"token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm"}
 LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -62,6 +50,12 @@ EXPERTS = {
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
 }  # fmt: skip
 """Stacks of all experts, and the projections in each, one after the other."""
+NEXTN = {
+    "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm", "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+}  # fmt: skip
+"""Those of the first layer of multi-token prediction, which is behind the others."""
 DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """They are read as a part of the configuration."""
 END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|call|>")
@@ -70,44 +64,6 @@ MAX_EXPERTS = 1 << 12
 """Experts of a layer; the largest real ones have an eighth of it."""
 MAX_TENSORS = 1 << 17
 """Tensors of a model, whose experts count one by one; the largest real ones have half of it."""
-FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of values with a fixed size, as `struct` names them."""
-STRING, ARRAY = 8, 9
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """An array of the metadata, which is decoded when it is read."""
-
-    path: Path
-    changed_at: int
-    """When the file was changed last."""
-    kind: int
-    count: int
-    begin: int
-    end: int
-
-    def __repr__(self) -> str:
-        return f"an array of {self.count}"
-
-    def read(self) -> list[Any]:
-        """Its elements. Raises CheckpointError if a string is no UTF-8."""
-        with open_regular(self.path) as file:
-            file.seek(self.begin)
-            data = file.read(self.end - self.begin)
-        if len(data) < self.end - self.begin:
-            raise CheckpointError(f"{self.path}: truncated while it was read")
-        if self.kind != STRING:
-            return list(struct.unpack(f"<{self.count}{FORMATS[self.kind]}", data))
-        found, at = [], 0
-        try:
-            for _ in range(self.count):
-                end = at + 8 + int.from_bytes(data[at : at + 8], "little")
-                found.append(data[at + 8 : end].decode())
-                at = end
-        except UnicodeDecodeError:
-            raise CheckpointError(f"{self.path}: one of the {self.count} strings of an array is no UTF-8") from None
-        return found
 
 
 class Metadata:
@@ -133,11 +89,13 @@ class Metadata:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{path}: general.architecture is {brief(self.kind)}; it must be one of {known}")
 
-    def _get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value of the architecture, as it is in the file."""
         return self.values.get(f"{self.kind}.{name}", default)
 
-    def _size(self, name: str) -> int:
-        value = self._get(name)
+    def size(self, name: str) -> int:
+        """The same, which must be a size."""
+        value = self.get(name)
         if type(value) is not int or not 1 <= value <= 1 << 24:
             raise CheckpointError(f"{self.path}: {self.kind}.{name} is {brief(value)}; it must be from 1 to {1 << 24}")
         return value
@@ -150,17 +108,16 @@ class Metadata:
         embedding = self._stored.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self.path}: there is no tensor token_embd.weight; is it a part of a model?")
-        get = self._get
+        get = self.get
         num_experts, expert_size = get("expert_count") or None, get("expert_feed_forward_length")
-        has_bias, extra = self._any(".attn_q.bias"), get("nextn_predict_layers", 0)
-        num_layers = get("block_count")
+        has_bias, extra = self.has_any(".attn_q.bias"), get("nextn_predict_layers", 0)
         fields = {
             "architectures": [self._architecture()],
             "dtype": "bfloat16",
             "vocab_size": embedding.shape[0],
             "hidden_size": get("embedding_length"),
             "intermediate_size": get("feed_forward_length") or expert_size,
-            "num_hidden_layers": num_layers - extra if type(num_layers) is type(extra) is int else num_layers,
+            "num_hidden_layers": self.num_layers,
             "num_nextn_predict_layers": extra,
             "num_attention_heads": get("attention.head_count"),
             "num_key_value_heads": get("attention.head_count_kv"),
@@ -182,7 +139,7 @@ class Metadata:
                 ("shared_expert_intermediate_size", "shared_intermediate_size"),
                 get("expert_shared_feed_forward_length"),
             ),
-            "norm_topk_prob": self.kind in ("qwen3moe", "qwen3next", "qwen3vlmoe"),
+            "norm_topk_prob": self.kind in ("qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe"),
             # Granite's
             "attention_multiplier": get("attention.scale"),
             "embedding_multiplier": get("embedding_scale"),
@@ -198,24 +155,24 @@ class Metadata:
             fields["intermediate_size"] = expert_size
         if self.kind == "deepseek2":
             fields |= self._deepseek(num_experts)
-        if self.kind in LFMS:
-            fields |= self._lfm()
-        if self.kind == "granitehybrid":
-            fields |= self._granite_hybrid(num_experts)
-        if self.kind == "qwen3next":
-            fields |= self._qwen3_next()
-        return {**fields, "rope_parameters": self._rope()}
+        return {**fields, **state_fields(self), "rope_parameters": self._rope()}
+
+    @property
+    def num_layers(self) -> Any:
+        """How many layers the model has, without those of multi-token prediction, if the file says so."""
+        number, extra = self.get("block_count"), self.get("nextn_predict_layers", 0)
+        return number - extra if type(number) is type(extra) is int else number
 
     def _architecture(self) -> str:
-        if self.kind == "llama" and self._get("expert_count"):
+        if self.kind == "llama" and self.get("expert_count"):
             return "MixtralForCausalLM"
-        if self.kind == "mistral3" and self._get("attention.temperature_scale"):
+        if self.kind == "mistral3" and self.get("attention.temperature_scale"):
             return "Ministral3ForCausalLM"
-        if self.kind == "olmo2" and self._get("attention.sliding_window"):
+        if self.kind == "olmo2" and self.get("attention.sliding_window"):
             return "Olmo3ForCausalLM"
-        if self.kind == "granitemoe" and self._get("expert_shared_feed_forward_length"):
+        if self.kind == "granitemoe" and self.get("expert_shared_feed_forward_length"):
             return "GraniteMoeSharedForCausalLM"
-        if self.kind == "deepseek2" and self._get("expert_gating_func") == 2:  # sigmoid
+        if self.kind == "deepseek2" and self.get("expert_gating_func") == 2:  # sigmoid
             return "DeepseekV3ForCausalLM"
         return ARCHITECTURES[str(self.kind)]
 
@@ -227,20 +184,20 @@ class Metadata:
         return list(dict.fromkeys([*(one for one in ids if type(one) is int), *found]))
 
     def _gemma(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"sliding_window": self._get("attention.sliding_window", 4096)}
+        fields: dict[str, Any] = {"sliding_window": self.get("attention.sliding_window", 4096)}
         if self.kind == "gemma2":
-            fields["attn_logit_softcapping"] = self._get("attn_logit_softcapping", 50.0)
-            fields["final_logit_softcapping"] = self._get("final_logit_softcapping", 30.0)
+            fields["attn_logit_softcapping"] = self.get("attn_logit_softcapping", 50.0)
+            fields["final_logit_softcapping"] = self.get("final_logit_softcapping", 30.0)
         # The models with 27 billion parameters differ from the others in what no file states; llama.cpp counts layers.
-        is_27b = self._get("block_count") == {"gemma2": 46, "gemma3": 62}[str(self.kind)]
-        size = self._size("attention.key_length")
+        is_27b = self.get("block_count") == {"gemma2": 46, "gemma3": 62}[str(self.kind)]
+        size = self.size("attention.key_length")
         if is_27b:
-            size = self._size("embedding_length") // self._size("attention.head_count")
-        return {**fields, "query_pre_attn_scalar": size, "rope_local_base_freq": self._get("rope.freq_base_swa", 1e4)}
+            size = self.size("embedding_length") // self.size("attention.head_count")
+        return {**fields, "query_pre_attn_scalar": size, "rope_local_base_freq": self.get("rope.freq_base_swa", 1e4)}
 
     def _deepseek(self, num_experts: Any) -> dict[str, Any]:
-        get, rope_size = self._get, self._size("rope.dimension_count")
-        key_size = get("attention.key_length_mla") or self._size("attention.key_length")
+        get, rope_size = self.get, self.size("rope.dimension_count")
+        key_size = get("attention.key_length_mla") or self.size("attention.key_length")
         groups, top_groups = get("expert_group_count"), get("expert_group_used_count")
         if not groups:  # older files do not say it of the models that have them
             groups, top_groups = (8, 3) if num_experts == 160 else (8, 4) if num_experts == 256 else (1, 1)
@@ -263,74 +220,31 @@ class Metadata:
             fields["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
         return fields
 
-    @functools.cached_property
-    def _kv_heads(self) -> list[int]:
-        """Those of each layer: none where it is no attention."""
-        heads = self._get("attention.head_count_kv")
-        numbers = heads.read() if isinstance(heads, Array) and heads.kind in FORMATS and heads.count < 1 << 16 else []
-        if len(numbers) != self._get("block_count") or not all(type(one) is int for one in numbers):
+    def per_layer(self, name: str) -> list[int]:
+        """A number for each layer."""
+        value = self.get(name)
+        numbers = value.read() if isinstance(value, Array) and value.kind in FORMATS and value.count < 1 << 16 else []
+        if len(numbers) != self.get("block_count") or not all(isinstance(one, int) for one in numbers):
             raise CheckpointError(
-                f"{self.path}: {self.kind}.attention.head_count_kv is {brief(heads)}; "
-                "it must be a number for each layer"
+                f"{self.path}: {self.kind}.{name} is {brief(value)}; it must be a number for each layer"
             )
-        return numbers
+        return numbers[: self.num_layers]
 
-    def _any(self, end: str) -> bool:
+    @functools.cached_property
+    def kv_heads(self) -> list[int]:
+        """Those of each layer: none where it is no attention."""
+        return self.per_layer("attention.head_count_kv")
+
+    def has_any(self, end: str) -> bool:
+        """Whether the name of a tensor ends so."""
         return any(name.endswith(end) for name in self._stored)
 
-    def _lfm(self) -> dict[str, Any]:
-        return {
-            "num_key_value_heads": max(self._kv_heads) or None,
-            "layer_types": ["full_attention" if number else "conv" for number in self._kv_heads],
-            "conv_L_cache": self._get("shortconv.l_cache"),
-            "conv_bias": self._any(".shortconv.conv.bias"),
-            "block_auto_adjust_ff_dim": False,  # llama.cpp writes the size that it makes
-            "num_dense_layers": self._get("leading_dense_block_count"),
-            "use_expert_bias": self._any(".exp_probs_b.bias"),
-            "norm_topk_prob": True,
-            "routed_scaling_factor": self._get("expert_weights_scale") or 1.0,
-        }
-
-    def _granite_hybrid(self, num_experts: Any) -> dict[str, Any]:
-        get, num_heads = self._get, self._size("ssm.time_step_rank")
-        fields: dict[str, Any] = {
-            "num_key_value_heads": max(self._kv_heads) or None,
-            "layer_types": ["attention" if number else "mamba" for number in self._kv_heads],
-            "position_embedding_type": "rope" if get("rope.scaling.finetuned", True) else "nope",
-            "num_local_experts": num_experts or 0,
-            "mamba_n_heads": num_heads,
-            "mamba_d_head": self._size("ssm.inner_size") // num_heads,
-            "mamba_n_groups": get("ssm.group_count"),
-            "mamba_d_state": get("ssm.state_size"),
-            "mamba_d_conv": get("ssm.conv_kernel"),
-            "mamba_conv_bias": self._any(".ssm_conv1d.bias"),
-            "mamba_proj_bias": self._any(".ssm_in.bias"),
-        }
-        if not num_experts:
-            fields["shared_intermediate_size"] = get("feed_forward_length")
-        if not get("attention.scale"):  # Bamba's files have none
-            size = get("attention.key_length") or self._size("embedding_length") // self._size("attention.head_count")
-            fields["attention_multiplier"] = size**-0.5
-        return fields
-
-    def _qwen3_next(self) -> dict[str, Any]:
-        num_heads = self._size("ssm.time_step_rank")
-        return {
-            "full_attention_interval": self._get("full_attention_interval"),
-            "linear_conv_kernel_dim": self._get("ssm.conv_kernel"),
-            "linear_num_key_heads": self._get("ssm.group_count"),
-            "linear_num_value_heads": num_heads,
-            "linear_key_head_dim": self._get("ssm.state_size"),
-            "linear_value_head_dim": self._size("ssm.inner_size") // num_heads,
-            "linear_by_key_head": False,
-        }
-
     def _rope(self) -> dict[str, Any]:
-        get = self._get
+        get = self.get
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
         head_size, rotated = get("attention.key_length"), get("rope.dimension_count")
         if head_size is None and self.kind != "deepseek2":
-            head_size = self._size("embedding_length") // self._size("attention.head_count")
+            head_size = self.size("embedding_length") // self.size("attention.head_count")
         if type(rotated) is type(head_size) is int and 0 < rotated < head_size and self.kind != "deepseek2":
             rope["partial_rotary_factor"] = (rotated + 0.25) / head_size  # of which as many features are the whole part
         kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
@@ -363,13 +277,9 @@ class Metadata:
         part = name.split(".")[2:3]
         if self.kind not in INTERLEAVED or part not in (["attn_q"], ["attn_k"]):
             return None
-        if part == ["attn_k"] and self.kind in RECURRENT:
-            return max(self._kv_heads)
-        return self._size("attention.head_count" if part == ["attn_q"] else "attention.head_count_kv")
-
-    def key_heads(self, name: str) -> int | None:
-        """The number of heads of keys of each of which a tensor has a part of two kinds; None for other tensors."""
-        return self._size("ssm.group_count") if name.endswith(".ssm_ba.weight") else None
+        if part == ["attn_k"] and self.kind == "granitehybrid":
+            return max(self.kv_heads)
+        return self.size("attention.head_count" if part == ["attn_q"] else "attention.head_count_kv")
 
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors by their names here, with single projections and experts instead of fused and stacked ones."""
@@ -392,17 +302,22 @@ class Metadata:
         match = re.fullmatch(r"blk\.(\d{1,5})\.(?:([\w.]+)\.(?:weight|bias)|(ssm_[ad]))", name)
         if match is None:
             return {name: tensor}
-        layer, part = f"layers.{int(match[1])}", match[2] or match[3]
-        if self.kind in RECURRENT and part.startswith(("ssm_", "attn_qkv", "attn_gate")):
-            return self._state_parts(layer, part, kind, tensor)
+        number, part = int(match[1]), match[2] or match[3]
+        layer, num_layers = f"layers.{number}", self.num_layers
+        if type(num_layers) is int and number >= num_layers and self.get("nextn_predict_layers"):
+            layer = f"mtp.layers.{number - num_layers}"
+            if part in NEXTN:
+                return {f"{'mtp' if number == num_layers else layer}.{NEXTN[part]}.{kind}": tensor}
+        if is_of_state(self.kind, part):
+            return state_parts(self, layer, part, kind, tensor)
         if part in EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             return self._experts(f"{layer}.mlp.experts", kind, EXPERTS[part], tensor)
         if self.kind == "phi3" and part == "attn_qkv":
-            heads, kv_heads = self._size("attention.head_count"), self._size("attention.head_count_kv")
+            heads, kv_heads = self.size("attention.head_count"), self.size("attention.head_count_kv")
             names = [f"{layer}.self_attn.{one}_proj.{kind}" for one in "qkv"]
-            return _split(tensor, dict(zip(names, (heads, kv_heads, kv_heads), strict=True)))
+            return split_rows(tensor, dict(zip(names, (heads, kv_heads, kv_heads), strict=True)))
         if self.kind == "phi3" and part == "ffn_up":
-            return _split(tensor, {f"{layer}.mlp.{one}_proj.{kind}": 1 for one in ("gate", "up")})
+            return split_rows(tensor, {f"{layer}.mlp.{one}_proj.{kind}": 1 for one in ("gate", "up")})
         match part, kind:
             case "attn_k_b", "weight":
                 return {f"{layer}.self_attn.kv_b_proj.weight": self._joined(tensor)}
@@ -422,43 +337,12 @@ class Metadata:
             case "shortconv.conv", "bias":
                 return {f"{layer}.mixer.conv.bias": tensor}
             case "shortconv.in_proj", _:
-                return _split(tensor, {f"{layer}.mixer.{one}_proj.{kind}": 1 for one in "bcx"})
+                return split_rows(tensor, {f"{layer}.mixer.{one}_proj.{kind}": 1 for one in "bcx"})
             case "shortconv.out_proj", _:
                 return {f"{layer}.mixer.out_proj.{kind}": tensor}
             case "ffn_norm", "weight" if self.kind in GEMMAS:
                 return {f"{layer}.pre_feedforward_layernorm.weight": tensor}
         return {f"{layer}.{LAYER[part]}.{kind}" if part in LAYER else name: tensor}
-
-    def _state_parts(self, layer: str, part: str, kind: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
-        module, rows = f"{layer}.{RECURRENT[str(self.kind)]}", tensor.shape[0]
-        match part, kind:
-            case "ssm_a" | "ssm_d", _:  # [H, 1]
-                flat = dataclasses.replace(tensor, shape=(rows,)) if tensor.shape[1:] == (1,) else tensor
-                return {f"{module}.{'A_log' if part == 'ssm_a' else 'D'}": flat}
-            case "ssm_dt", "bias":
-                return {f"{module}.dt_bias": tensor}
-            case "ssm_conv1d", "weight" if len(tensor.shape) == 2:
-                return {f"{module}.conv1d.weight": dataclasses.replace(tensor, shape=(rows, 1, tensor.shape[1]))}
-            case "ssm_conv1d", "bias":
-                return {f"{module}.conv1d.bias": tensor}
-            case "ssm_norm", "weight":  # [G, I / G]
-                return {f"{module}.norm.weight": dataclasses.replace(tensor, shape=(math.prod(tensor.shape),))}
-            case "ssm_out", _:
-                return {f"{layer}.mixer.out_proj.{kind}": tensor}
-            case "attn_qkv", "weight":
-                keys = self._size("ssm.group_count") * self._size("ssm.state_size")
-                sizes = {"q": keys, "k": keys, "v": self._size("ssm.inner_size")}
-                return _split(tensor, {f"{layer}.mixer.{one}_proj.weight": own for one, own in sizes.items()})
-            case "attn_gate", "weight":
-                return {f"{layer}.mixer.z_proj.weight": tensor}
-            case "ssm_ba", "weight":
-                return _split(tensor, {f"{layer}.mixer.{one}_proj.weight": 1 for one in "ba"})
-            case "ssm_in", _ if self.kind == "granitehybrid":
-                size, heads = self._size("ssm.inner_size"), self._size("ssm.time_step_rank")
-                group_size = self._size("ssm.group_count") * self._size("ssm.state_size")
-                sizes = {"z": size, "x": size, "b": group_size, "c": group_size, "dt": heads}
-                return _split(tensor, {f"{layer}.mixer.{one}_proj.{kind}": own for one, own in sizes.items()})
-        return {tensor.name: tensor}
 
     def _experts(
         self, prefix: str, kind: str, projections: tuple[str, ...], stack: StoredTensor
@@ -480,7 +364,7 @@ class Metadata:
         values = self._stored.get(keys.name.replace("attn_k_b", "attn_v_b"))
         if values is None or len(keys.shape) != 3 or len(values.shape) != 3:
             raise CheckpointError(f"{keys.path}: {keys.name} must be of three dimensions, and have attn_v_b beside it")
-        nope_size = self._size("attention.key_length_mla") - self._size("rope.dimension_count")
+        nope_size = self.size("attention.key_length_mla") - self.size("rope.dimension_count")
         shape = (keys.shape[0] * (nope_size + values.shape[1]), keys.shape[1])
         num_bytes = keys.num_bytes + values.num_bytes
         joined = dataclasses.replace(keys, dtype="F32", shape=shape, num_bytes=num_bytes)
@@ -492,24 +376,6 @@ class Metadata:
         if not isinstance(values.get("tokenizer.ggml.tokens"), Array):
             raise CheckpointError(f"{self.path}: there is no tokenizer in it; name a folder with the setting tokenizer")
         return {**values, "general.architecture": self.kind}
-
-
-def _split(tensor: StoredTensor, parts: Mapping[str, int]) -> dict[str, StoredTensor]:
-    """Parts of a tensor, one after the other, by their names and their shares of its rows."""
-    unit, rest = divmod(tensor.shape[0], sum(parts.values()))
-    if rest:
-        raise CheckpointError(
-            f"{tensor.path}: {tensor.name} has {tensor.shape[0]} rows; "
-            f"its metadata asks for parts of {[*parts.values()]}"
-        )
-    first, found = 0, {}
-    for name, share in parts.items():
-        found[name] = dataclasses.replace(
-            tensor, shape=(share * unit, *tensor.shape[1:]), first_row=first,
-            num_bytes=tensor.num_bytes * share // sum(parts.values()),
-        )  # fmt: skip
-        first += share * unit
-    return found
 
 
 @functools.lru_cache(maxsize=4)

@@ -8,7 +8,7 @@ from typing import Any
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
 from quire_engine.models.checkpoints.files import read_json
-from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
+from quire_engine.models.checkpoints.gguf_types import BLOCKS
 
 MXFP4_BLOCK = 32
 """Numbers of a row that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
@@ -42,6 +42,8 @@ class WeightFormat:
     """All of a weight shares one scale, of `int8`."""
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     """By a linear layer's name in the model, the quantised type of its weight; of `gguf` only."""
+    mixed_heads: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+    """Likewise, for weights whose blocks have columns of several heads: see `gguf_states.mixed_heads`."""
 
 
 def read_weight_format(fields: Fields) -> WeightFormat:
@@ -203,10 +205,11 @@ def _scheme(fields: Fields, group: Fields) -> WeightFormat:
 
 
 def _gguf(quantization: Fields) -> WeightFormat:
-    types = quantization.values.get("types")
-    if not isinstance(types, dict) or not all(one in BLOCKS for one in types.values()):
+    types, mixed_heads = (quantization.values.get(name) for name in ("types", "mixed_heads"))
+    is_ours = isinstance(types, dict) and isinstance(mixed_heads, dict)
+    if not is_ours or not all(one in BLOCKS for one in types.values()):
         raise _rejected(quantization, "quant_method is gguf, which is of GGUF files alone")
-    return WeightFormat(method="gguf", types=types)
+    return WeightFormat(method="gguf", types=types, mixed_heads=mixed_heads)
 
 
 _READERS: Mapping[str, Callable[[Fields], WeightFormat]] = {

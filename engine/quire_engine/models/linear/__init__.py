@@ -49,7 +49,7 @@ METHODS: dict[str, Callable[[WeightFormat, LinearMethod, str, int, Tensors | Non
     "gptq": _words,
     "pack-quantized": _words,
     "gguf": lambda stored, packing, name, bits, tensors: (
-        Gguf(stored.types[name], packing) if name in stored.types else packing
+        Gguf(stored.types[name], packing, stored.mixed_heads.get(name)) if name in stored.types else packing
     ),
 }
 """By the method of the checkpoint's `WeightFormat`: (the format, the method of the setting, a layer's name, its

@@ -12,8 +12,8 @@ from quire_kernels.cpu import uses_triton
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import StoredTensor
-from quire_engine.models.checkpoints.gguf_blocks import dequantize, has_finite_scales, unpack
-from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
+from quire_engine.models.checkpoints.gguf_blocks import has_finite_scales, unpack, with_grouped_heads
+from quire_engine.models.checkpoints.gguf_types import BLOCKS
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, bands
 
 logger = logging.getLogger(__name__)
@@ -21,14 +21,22 @@ logger = logging.getLogger(__name__)
 
 class Gguf(LinearMethod):
     """Weights of a quantised type that stay in blocks until they are packed, without rounding. On a GPU, for a router,
-    and where the method of the setting `requantizes`, they are dequantised, and `packing` packs them."""
+    and where the method of the setting `requantizes`, they are dequantised, and `packing` packs them.
+
+    Args:
+        kind: the type.
+        packing: the method of the setting.
+        mixed_heads: as in `WeightFormat`; None: columns are in order.
+    """
 
     is_joinable = True
 
-    def __init__(self, kind: str, packing: LinearMethod) -> None:
+    def __init__(self, kind: str, packing: LinearMethod, mixed_heads: tuple[int, int] | None = None) -> None:
         numbers, size = BLOCKS[kind]
-        self.kind, self.packing = kind, packing
-        self.tensors = {"weight": TensorFormat(dtype=torch.uint8, stored=(kind,), column_block=numbers, width=size)}
+        self.kind, self.packing, self.mixed_heads = kind, packing, mixed_heads
+        uncut = 1 if mixed_heads is None else mixed_heads[0]  # blocks with all heads of some heads of keys
+        form = TensorFormat(dtype=torch.uint8, stored=(kind,), column_block=uncut * numbers, width=uncut * size)
+        self.tensors = {"weight": form}
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         for piece in super().read(tensor, index):
@@ -36,12 +44,20 @@ class Gguf(LinearMethod):
                 raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has scales that are no finite numbers")
             yield piece
 
+    def unpack(self, blocks: torch.Tensor) -> GroupedCodes:
+        """Codes of blocks, whose columns are in order."""
+        codes = unpack(blocks, self.kind)
+        if self.mixed_heads is None:
+            return codes
+        each, size = self.mixed_heads
+        return with_grouped_heads(codes, each, size, BLOCKS[self.kind][0] // size)
+
     def dense(self, loaded: LoadedLinear) -> torch.Tensor:
         blocks = loaded.tensors["weight"]
         numbers, size = BLOCKS[self.kind]
         weight = torch.empty(len(blocks), blocks.shape[1] // size * numbers, dtype=loaded.dtype, device=blocks.device)
         for band in bands(0, *weight.shape):
-            weight[band] = dequantize(blocks[band], self.kind)
+            weight[band] = self.unpack(blocks[band]).dequantize()
         return weight
 
     def packed_bits(self, activation_bits: int, weight: torch.Tensor) -> float | None:
@@ -53,14 +69,14 @@ class Gguf(LinearMethod):
 
     def pack(self, loaded: LoadedLinear) -> Any:
         if self._stays_packed(loaded):
-            return loaded.pack_codes(unpack(loaded.tensors["weight"], self.kind))
+            return loaded.pack_codes(self.unpack(loaded.tensors["weight"]))
         return self.packing.pack(replace(loaded, tensors={"weight": self.dense(loaded)}))
 
     def pack_joined(self, parts: Sequence[tuple[LinearMethod, LoadedLinear]], whole: LoadedLinear) -> Any:
         if not whole.gated:
             return stack_linear([method.pack(loaded) for method, loaded in parts])
         codes = [
-            unpack(loaded.tensors["weight"], method.kind)
+            method.unpack(loaded.tensors["weight"])
             for method, loaded in parts
             if isinstance(method, Gguf) and self._stays_packed(loaded)
         ]

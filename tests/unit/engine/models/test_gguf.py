@@ -24,9 +24,10 @@ from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.checkpoints import gguf as reader
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.gguf_blocks import UNPACK, unpack
-from quire_engine.models.checkpoints.gguf_metadata import BLOCKS, TYPES
+from quire_engine.models.checkpoints.gguf_types import BLOCKS, TYPES
 from quire_engine.models.linear.gguf import join_codes
 from quire_engine.models.loader import load_model
+from quire_engine.models.mtp import load_mtp
 from safetensors.torch import save_file
 from support.every_kind import core_of
 from support.gguf_files import gguf_file, random_blocks, text, write_gguf
@@ -53,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3-moe": {},
     "qwen3-next": {"mlp_only_layers": []},
+    "qwen3-5": {},
+    "qwen3-5-moe": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "num_hidden_layers": 7},
     "phi3": {},
@@ -159,10 +162,27 @@ def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], t
 
 
 def test_ranks_have_slices_of_permuted_and_stacked_tensors(make: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next"):
+    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next", "qwen3-5"):
         folder, file = make(name, **FAMILIES[name]), tmp_path / f"{name}.gguf"
         write_gguf(folder, file)
         assert_same(outputs_of(file, tensor_parallel_size=2), outputs_of(folder))
+
+
+def test_layers_of_multi_token_prediction_come_with_the_file(make: Callable[..., Path], tmp_path: Path) -> None:
+    folder, file = make("qwen3-5-mtp"), tmp_path / "model.gguf"
+    write_gguf(folder, file)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    results = []
+    for path in (file, folder):
+        config = CheckpointConfig.from_folder(path)
+        target = load_model(path, config, torch.float32, 64)
+        layer = load_mtp(path, config, target, 64)
+        (own,) = layer.layers.values()
+        norms = [one.weight for one in (layer.pre_fc_norm_embedding, layer.pre_fc_norm_hidden, layer.norm)]
+        results.append([layer.fc(x.repeat(1, 2)), own.self_attn.qkv_proj(x), own.mlp(x), *norms])
+    torch.testing.assert_close(*results)
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    assert_same(outputs_of(file, speculative_config=drafts), outputs_of(folder))
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
@@ -219,7 +239,11 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "lfm2-moe": {"moe_intermediate_size": 256},
     "qwen3-moe": {"moe_intermediate_size": 256},
     "qwen3-next": FAMILIES["qwen3-next"],
+    "qwen3-5": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 128},
 }
+
+
+PARTS = {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mixer.out_proj", "mlp"}
 
 
 @pytest.mark.parametrize(
@@ -236,8 +260,11 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
         ("granite-hybrid", {"in_proj.weight": "Q5_0", "q_proj.weight": "Q4_K", "k_proj.weight": "Q6_K",
                             "shared_mlp.input_linear.weight": "Q4_K"}),
         ("qwen3-next", {"in_proj_qkvz.weight": "Q4_K", "in_proj_ba.weight": "Q8_0", "k_proj.weight": "Q6_K"}),
+        ("qwen3-5", {"0.linear_attn.out_proj.weight": "Q5_K", "1.linear_attn.out_proj.weight": "Q6_K",
+                     "3.linear_attn.out_proj.weight": "Q8_0", "in_proj_qkv.weight": "Q4_K", "in_proj_z.weight": "Q6_K",
+                     "in_proj_a.weight": "Q8_0", "in_proj_b.weight": "Q8_0"}),
     ],
-    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba", "delta"],
+    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba", "delta", "tiled-delta"],
 )  # fmt: skip
 def test_quantised_weights_are_the_numbers_that_they_stand_for(
     name: str, kinds: dict[str, str], make: Callable[..., Path], tmp_path: Path
@@ -252,8 +279,10 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
     for own, theirs_layer in zip(one.layers.values(), other.layers.values(), strict=True):
         names = [name for name, _ in own.named_modules()]
-        for path in {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mlp"}.intersection(names):
-            results = [layer.get_submodule(path)(x) for layer in (own, theirs_layer)]
+        for path in PARTS.intersection(names):
+            width = own.get_submodule(path).projections[0].shape[1] if path == "mixer.out_proj" else 256
+            rows = torch.randn(9, width, generator=torch.Generator().manual_seed(0))
+            results = [layer.get_submodule(path)(rows) for layer in (own, theirs_layer)]
             assert (results[0] - results[1]).norm() < 0.03 * results[1].norm()
     logits = [model.compute_logits(x) for model in (one, other)]
     assert logits[0] is not None
@@ -480,6 +509,11 @@ LLAMA = {
 LFM2 = {"general.architecture": string("lfm2"), **{key.replace("llama.", "lfm2."): one for key, one in LLAMA.items()
                                                    if key.startswith("llama.")}}  # fmt: skip
 HEADS = "llama.attention.head_count"
+QWEN = {"general.architecture": string("qwen35"), **{f"qwen35.{name}": u32(value) for name, value in (
+    ("block_count", 1), ("embedding_length", 32), ("attention.head_count", 2), ("feed_forward_length", 32),
+    ("context_length", 64), ("ssm.time_step_rank", 4), ("ssm.group_count", 2), ("ssm.inner_size", 64),
+    ("ssm.state_size", 8), ("ssm.conv_kernel", 4),
+)}}  # fmt: skip
 ONE = [tensor("token_embd.weight", [32, 4])]
 DATA = bytes(4 * 32 * 4)
 HOSTILE: dict[str, tuple[bytes, str]] = {
@@ -545,6 +579,16 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
                    "qwen3next.attention.head_count": u32(2)},
                   [tensor("token_embd.weight", [32, 4]), tensor("blk.0.ssm_ba.weight", [32, 3], 0, 512)], bytes(1024)),
         r"blk\.0\.ssm_ba\.weight has 3 rows; its metadata asks for parts of \[1, 1\]",
+    ),
+    "heads of values that are no multiple": (
+        gguf_file({**QWEN, "qwen35.ssm.group_count": u32(3)}, [*ONE, tensor("blk.0.ssm_out.weight", [64, 32], 8, 512)],
+                  DATA + bytes(2176)), "time_step_rank is 4; it must be a multiple of ssm.group_count=3"),
+    "heads that are no part of a block": (
+        gguf_file({**QWEN, "qwen35.ssm.inner_size": u32(96)}, [*ONE, tensor("blk.0.ssm_out.weight", [96, 32], 8, 512)],
+                  DATA + bytes(3264)), "blocks of 32 columns; its heads of values, of 24 columns, cannot"),
+    "recurrent layers of letters": (
+        gguf_file({**QWEN, "qwen35.attention.recurrent_layers": string("all")}, ONE, DATA),
+        "recurrent_layers is 'all'; it must be a number for each layer",
     ),
     "a scaling that there is not": (
         gguf_file({**LLAMA, "llama.rope.scaling.type": string("magic")}, ONE, DATA), "scaling.type is 'magic'"
