@@ -16,6 +16,7 @@ from support.oracle import Expected, generate_greedily, load_reference
 
 __all__ = ["ALL_LINEAR", "Adapters", "make_adapter", "merge_adapter"]
 
+TABLES = ("embed_tokens", "lm_head")
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -46,7 +47,7 @@ def make_adapter(
         folder: the adapter's.
         base: the checkpoint's.
         rank: of matrices that no pattern in `fields` names.
-        targets: last parts of the names of the layers that it changes.
+        targets: last parts of the names of the layers that it changes; of the embedding and of the head, too.
         seed: of the matrices.
         size: of the change, beside the weights'.
         dtype: of the matrices.
@@ -61,13 +62,21 @@ def make_adapter(
         "inference_mode": True, **fields,
     }  # fmt: skip
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, (rows, columns) in layers_of(base, targets).items():
+    shapes = layers_of(base, [name for name in targets if name not in TABLES])
+    shapes |= {name if name == "lm_head" else f"model.{name}": _table(base).shape for name in targets if name in TABLES}
+    for name, (rows, columns) in shapes.items():
+        is_embedding = name.endswith("embed_tokens")
+        if is_embedding:
+            rows, columns = columns, rows
         own_rank, scaling = _rank_and_scaling(config, name)
         a = torch.randn(own_rank, columns, generator=generator)
         b = torch.randn(rows, own_rank, generator=generator)
         b *= size * 0.06 / (scaling * math.sqrt(own_rank))  # as large as usual weights, whatever the rank
         for half, matrix in (("A", a), ("B", b)):
-            tensors[f"base_model.model.{name}.lora_{half}{infix}.weight"] = matrix.to(dtype).contiguous()
+            what = f"lora_embedding_{half}{infix}" if is_embedding else f"lora_{half}{infix}.weight"
+            tensors[f"base_model.model.{name}.{what}"] = matrix.to(dtype).contiguous()
+        if is_embedding:  # which PEFT writes, too
+            tensors[f"base_model.model.{name}.base_layer.weight"] = _table(base).to(dtype)
     if tables:
         config.setdefault("modules_to_save", list(tables))
         base_table = _table(base)[:num_tokens]
@@ -102,6 +111,14 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
                 _, scaling = _rank_and_scaling(config, layer)
                 tensors[name] = (tensors[name].float() + scaling * (b @ a)).contiguous()
         own = {name: changes.get(f"base_model.model.{name}.weight") for name in ("model.embed_tokens", "lm_head")}
+        for name, key in (("model.embed_tokens", "lora_embedding_{}"), ("lm_head", "lora_{}.weight")):
+            halves = [changes.get(f"base_model.model.{name}.{key.format(half)}") for half in "AB"]
+            if halves[0] is not None and halves[1] is not None and "model.embed_tokens.weight" in tensors:
+                change = _rank_and_scaling(config, name)[1] * (halves[1].float() @ halves[0].float())
+                if name == "model.embed_tokens":
+                    own[name] = tensors[f"{name}.weight"].float() + change.t()
+                elif "lm_head.weight" not in tensors:  # tied; another is changed above
+                    own[name] = tensors["model.embed_tokens.weight"].float() + change
         if "model.embed_tokens.weight" in tensors and any(one is not None for one in own.values()):
             _replace_tables(folder, tensors, own)
         save_file(tensors, path, metadata={"format": "pt"})

@@ -11,6 +11,8 @@ A matrix W [N, K] of the model has two in the file, of rank r; their product is 
 
     scaling    lora_alpha / r, or lora_alpha / √r with rank-stabilised LoRA (https://arxiv.org/abs/2312.03732)
 
+Those of an embedding, V tokens of E features, are `lora_embedding_A`, [r, V], and `lora_embedding_B`, [E, r].
+
 An embedding and a head may be in the file as a whole (`modules_to_save`); they replace the model's, of which they have
 all tokens, or the first ones::
 
@@ -37,6 +39,8 @@ from quire_engine.models.checkpoints.files import MAX_JSON_BYTES, brief, open_re
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_RANK = 256
+TABLES = frozenset(("embed_tokens", "lm_head"))
+"""The model's names of the embedding and of the head."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PATTERN_SECONDS = 0.05
 """Timeout of one match of a configuration's regular expression: the match of a hostile one never ends."""
@@ -44,7 +48,11 @@ _DIGEST_BYTES = 1 << 20
 _CHECKED_BYTES = 4 << 20
 _PIECE = 32
 """Layers or matrices."""
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)"
+)
+_OF_BASE = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
+"""PEFT writes the base's embedding or head beside LoRA of it."""
 _TABLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.modules_to_save)?(?:\.default)?\.weight")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
@@ -56,7 +64,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 first."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OTHERS = {
-    "lora_embedding_A": "LoRA of an embedding", "lora_embedding_B": "LoRA of an embedding",
     "lora_magnitude_vector": "the magnitudes of DoRA", "bias": "a bias",
     "modules_to_save": "a whole module (modules_to_save) that is neither the embedding nor the head",
     "original_module": "a whole module (modules_to_save) of the base",
@@ -95,7 +102,7 @@ class AdapterCheckpoint:
 
     digest: str
     modules: Mapping[str, AdapterModule]
-    """By the model's name of the layer."""
+    """By the model's name of the layer, of the embedding or of the head."""
     tables: Mapping[str, AdapterMatrix]
     """By the model's name, the embedding and the head that replace the model's."""
     num_bytes: int
@@ -104,6 +111,11 @@ class AdapterCheckpoint:
     @property
     def rank(self) -> int:
         return max(module.rank for module in self.modules.values())
+
+    @property
+    def changes_tables(self) -> bool:
+        """Whether it changes the embedding or the head, or replaces one."""
+        return bool(self.tables) or not TABLES.isdisjoint(self.modules)
 
     @classmethod
     def read(cls, folder: Path, modules: AdaptableModules, max_rank: int) -> "AdapterCheckpoint":
@@ -163,7 +175,8 @@ def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryvi
             "save_pretrained(…, safe_serialization=True)"
         )
     most = 8 + MAX_JSON_BYTES + sum(4 * MAX_RANK * (rows + columns) for rows, columns in modules.shapes.values())
-    most += sum(4 * tokens * features for tokens, features in modules.tables.values())
+    for tokens, features in modules.tables.values():
+        most += 4 * tokens * features + 4 * MAX_RANK * (tokens + features)
     with open_regular(folder / WEIGHTS) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -289,12 +302,16 @@ class _Modules:
     def of(self, tensors: Mapping[str, AdapterMatrix], pause: Callable[[], None]) -> dict[str, AdapterModule]:
         pairs: dict[str, dict[str, tuple[str, AdapterMatrix]]] = {}
         whole: list[str] = []
+        bases = {}
         for tensor, matrix in tensors.items():
+            if (match := _OF_BASE.fullmatch(tensor)) is not None:
+                bases[match[1]] = tensor
+                continue
             match = _TENSOR.fullmatch(tensor)
             if match is None:
                 whole.append(self._add_table(tensor, matrix))
                 continue
-            layer, half = match[1], match[2]
+            layer, half = match[1], match[2] or match[3]
             if half in pairs.setdefault(layer, {}):
                 raise self._error(tensor, f"there is another lora_{half} of the same layer")
             pairs[layer][half] = tensor, matrix
@@ -305,10 +322,15 @@ class _Modules:
             if number % _PIECE == 0:
                 pause()
             for name, module in self._of_layer(layer, halves):
-                if name in found:
+                if name in found or name in self.tables:
                     raise self._error(halves["A"][0], "another tensor changes the same layer")
                 found[name] = module
+        for layer, tensor in bases.items():
+            if layer not in pairs or self._modules.named(layer) not in TABLES:
+                raise self._error(tensor, self._what(tensor))
         config = self._config
+        if config.ties_tables and self._modules.are_tied and not TABLES.isdisjoint(found):
+            raise config.error("ensure_weight_tying", "must be false with LoRA of the embedding or of the head")
         for name in config.saved:
             if not any(layer == name or layer.endswith(f".{name}") for layer in whole):
                 raise config.error(
@@ -332,19 +354,20 @@ class _Modules:
         tensor = next(iter(halves.values()))[0]
         if len(halves) < 2:
             raise self._error(tensor, f"there is no lora_{'B' if 'A' in halves else 'A'} beside it")
-        parts = modules.parts(modules.named(layer))
-        missing = next((part for part in parts if part not in modules.shapes), None)
+        parts, shapes = modules.parts(modules.named(layer)), modules.shapes
+        is_embedding = ".lora_embedding_" in tensor
+        if parts[0] in modules.tables and is_embedding == (parts[0] == "embed_tokens"):
+            tokens, features = modules.tables[parts[0]]
+            shapes = {parts[0]: (features, tokens) if is_embedding else (tokens, features)}
+        missing = next((part for part in parts if part not in shapes or is_embedding != (part == "embed_tokens")), None)
         if missing is not None:
-            last = missing.rpartition(".")[2]
-            if last in ("embed_tokens", "lm_head"):
-                raise self._error(tensor, f"LoRA of {last} is not supported; leave it out of target_modules")
             if ".experts." in missing:
                 raise self._error(tensor, "LoRA of experts is not supported; leave them out of target_modules")
             raise self._error(tensor, "this model has no such linear layer that an adapter can change")
         if not config.targets_layer(layer):
             raise self._error(tensor, f"target_modules and layers_to_transform in {CONFIG} leave that layer out")
         (_, a), (tensor_b, b) = halves["A"], halves["B"]
-        rows, columns = sum(modules.shapes[part][0] for part in parts), modules.shapes[parts[0]][1]
+        rows, columns = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
         rank = config.rank_of(layer)
         if rank > self._max_rank:
             raise self._error(tensor, f"it has rank {rank}; max_lora_rank is {self._max_rank}")
@@ -356,7 +379,7 @@ class _Modules:
         first, scaling = 0, config.scaling(layer)
         for part in parts:
             yield part, AdapterModule(scaling, a, b, first)
-            first += modules.shapes[part][0]
+            first += shapes[part][0]
 
     def _add_table(self, tensor: str, matrix: AdapterMatrix) -> str:
         """Returns transformers' name of the module."""

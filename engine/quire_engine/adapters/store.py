@@ -17,9 +17,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from quire_kernels import LinearWeight, LoraWeight, pack_linear, pack_lora
+import torch.nn.functional as F
+from quire_kernels import LoraWeight, pack_linear, pack_lora
 
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
 from quire_engine.adapters.checkpoint import AdapterCheckpoint, AdapterMatrix, digest_of, read_files
@@ -111,10 +113,9 @@ class _Cell:
     """Views of `staged`."""
     staged: torch.Tensor | None = None
     """With a GPU: all matrices, one after the other, in memory that it copies from."""
-    embedding: torch.Tensor | None = None
-    """As of `VocabParallel.own_embeddings`, on the device."""
-    head: tuple[LinearWeight, int] | None = None
-    """As of `VocabParallel.own_heads`."""
+    own_tables: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """By the name of a table, what it has by slot of this adapter: an attribute of `VocabParallel`, and the value, on
+    the device."""
     has_tables: bool = False
     """Whether any stage has one of these."""
 
@@ -222,13 +223,11 @@ class AdapterStore:
 
     def _use_tables(self, slot: int, cell: _Cell) -> None:
         for table in self._tables.values():
-            table.own_embeddings.pop(slot, None)
-            table.own_heads.pop(slot, None)
+            for own in table.tables_of_adapters:
+                own.pop(slot, None)
         self._step.with_tables.discard(slot)
-        if cell.embedding is not None:
-            self._tables["embed_tokens"].own_embeddings[slot] = cell.embedding
-        if cell.head is not None:
-            self._tables["lm_head"].own_heads[slot] = cell.head
+        for name, (attribute, value) in cell.own_tables.items():
+            getattr(self._tables[name], attribute)[slot] = value
         if cell.has_tables:
             self._step.with_tables.add(slot)
 
@@ -267,12 +266,10 @@ class AdapterStore:
                 cell = _staged(matrices)
             elif cell.weights:
                 _move_to_huge_pages(cell.weights)
-            cell.has_tables = bool(read.tables)
-            if "embed_tokens" in read.tables and "embed_tokens" in self._tables:
-                cell.embedding = self._own_table("embed_tokens", read)
-            if "lm_head" in read.tables and "lm_head" in self._tables:
-                weight = pack_linear(self._own_table("lm_head", read))
-                cell.head = weight, read.tables["lm_head"].shape[0]
+            cell.has_tables = read.changes_tables
+            for name, table in self._tables.items():
+                if name in read.tables or name in read.modules:
+                    cell.own_tables[name] = self._own_table(name, table, read)
         except (MemoryError, torch.OutOfMemoryError):
             logger.exception("there is no memory for the adapter %s", adapter.folder)
             return LoadOutcome.NO_MEMORY
@@ -316,19 +313,34 @@ class AdapterStore:
             matrices.append((a_RK, b_NR))
         return matrices
 
-    def _own_table(self, name: str, read: AdapterCheckpoint) -> torch.Tensor:
-        """This rank's tokens of a table that replaces the model's, and zeros for padding, on the device."""
-        table, matrix_VE = self._tables[name], _tensor(read.tables[name])
-        (one,) = table.projections
-        size, start, stop = one.rows.stop - one.rows.start, one.rows.start, min(one.rows.stop, len(matrix_VE))
-        own_VE = torch.zeros(size + table.padding, one.shape[1], dtype=self._like.dtype, device=self._like.device)
-        for rows in bands(start, stop, one.shape[1]):
+    def _own_table(self, name: str, table: VocabParallel, read: AdapterCheckpoint) -> tuple[str, Any]:
+        """As of `_Cell.own_tables`."""
+        (one,), is_head, module = table.projections, name == "lm_head", read.modules.get(name)
+        size = one.rows.stop - one.rows.start + table.padding
+        if module is None:
+            matrix_VE = _tensor(read.tables[name])
+            own_VE = self._converted(name, matrix_VE[one.rows], size, one.scale)
+            return ("own_heads", (pack_linear(own_VE), len(matrix_VE))) if is_head else ("own_embeddings", own_VE)
+        is_odd, scaling = module.rank % 2, module.scaling * one.scale  # no kernel takes an odd number of columns
+        a_RK, b_NR = F.pad(_tensor(module.a), (0, 0, 0, is_odd)), F.pad(_tensor(module.b), (0, is_odd))
+        if is_head:
+            b = pack_linear(self._converted(name, b_NR[one.rows], size, scaling))
+            return "head_changes", (pack_linear(self._converted(name, a_RK, len(a_RK))), b)
+        b = pack_linear(self._converted(name, b_NR, len(b_NR), scaling))
+        return "embedding_changes", (self._converted(name, a_RK[:, one.rows].t(), size), b)
+
+    def _converted(self, name: str, matrix: torch.Tensor, size: int, scaling: float = 1.0) -> torch.Tensor:
+        """A matrix in the dtype of activations, on the device, with zeros behind it up to so many rows."""
+        columns = matrix.shape[1]
+        own = torch.zeros(size, columns, dtype=self._like.dtype, device=self._like.device)
+        for rows in bands(0, len(matrix), columns):
             _pause()
-            band = matrix_VE[rows].to(self._like.dtype)
+            band = matrix[rows] if scaling == 1 else matrix[rows].float() * scaling
+            band = band.to(self._like.dtype)
             if not band.isfinite().all():
                 raise CheckpointError(f"the adapter's matrix of {name} is too large for {self._like.dtype}")
-            own_VE[rows.start - start : rows.stop - start] = band if one.scale == 1 else band * one.scale
-        return own_VE
+            own[rows] = band
+        return own
 
 
 def _pause() -> None:

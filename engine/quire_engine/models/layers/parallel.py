@@ -505,7 +505,7 @@ class VocabParallel(Packable):
 
     activation_bits = 16
     takes_adapters = False
-    """An adapter has a table of its own instead."""
+    """Not as other layers do: see `tables_of_adapters`."""
 
     def __init__(
         self,
@@ -528,6 +528,10 @@ class VocabParallel(Packable):
         it does not have."""
         self.own_heads: dict[int, tuple[LinearWeight, int]] = {}
         """The same of the head, and how many tokens of the vocabulary it has."""
+        self.embedding_changes: dict[int, tuple[torch.Tensor, LinearWeight]] = {}
+        """By slot, LoRA of the embedding: A of this rank's tokens, [V, R], and B."""
+        self.head_changes: dict[int, tuple[LinearWeight, LinearWeight]] = {}
+        """By slot, LoRA of the head: A, and B of this rank's tokens."""
 
     @property
     def _is_packed(self) -> bool:
@@ -557,13 +561,22 @@ class VocabParallel(Packable):
         for slot, rows in self._step_adapters.rows_with_tables.items():
             if slot in self.own_embeddings:
                 out_TE[rows] = embedding(rows_T[rows], self.own_embeddings[slot])
+            if slot in self.embedding_changes:
+                a_VR, b = self.embedding_changes[slot]
+                change = linear(embedding(rows_T[rows], a_VR), b, torch.float32)
+                out_TE[rows] = (out_TE[rows] + change).to(out_TE.dtype)
         return out_TE
 
     def enable_tables(self, step: StepAdapters) -> None:
-        """Take tables of adapters in place of this one."""
+        """Take what adapters change of this table, or have in its place."""
         self._step_adapters = step
-        self.own_embeddings.clear()
-        self.own_heads.clear()
+        for own in self.tables_of_adapters:
+            own.clear()
+
+    @property
+    def tables_of_adapters(self) -> list[dict[int, Any]]:
+        """All that is kept by slot."""
+        return [self.own_embeddings, self.own_heads, self.embedding_changes, self.head_changes]
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V] float32 on the first rank of the stage, None on the others."""
@@ -571,6 +584,9 @@ class VocabParallel(Packable):
         for slot, rows in self._step_adapters.rows_with_tables.items():
             if slot in self.own_heads:
                 logits[rows] = linear(hidden_SE[rows], self.own_heads[slot][0], torch.float32)
+            if slot in self.head_changes:
+                a, b = self.head_changes[slot]
+                logits[rows] += linear(linear(hidden_SE[rows], a), b, torch.float32)
         if self.group is None:
             return logits
         gathered = self.group.gather(logits)

@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fewer-tokens": {
         "rank": 2, "seed": 9, "targets": ["v_proj"], "tables": ["embed_tokens", "lm_head"], "num_tokens": 509,
     },
+    "changed-tables": {"rank": 3, "seed": 10, "targets": ["q_proj", "embed_tokens", "lm_head"]},
+    "changed-embedding": {"rank": 2, "seed": 11, "targets": ["embed_tokens"]},
     "bfloat16": {"rank": 16, "seed": 5, "dtype": torch.bfloat16, "targets": ["o_proj", "gate_proj"]},
 }  # fmt: skip
 """What PEFT can save, by the adapter's name."""

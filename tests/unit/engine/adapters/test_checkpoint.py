@@ -135,7 +135,18 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a pair": (tensors(lambda found: found.__delitem__(f"{LAYER}.lora_B.weight")), "there is no lora_B beside it"),
     "an unknown layer": (added("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", 4, 16), "no lora_B"),
     "a twin": (added(f"{LAYER}.lora_A.default.weight", 4, 16), "there is another lora_A of the same layer"),
-    "an embedding": (added("base_model.model.model.embed_tokens.lora_embedding_A", 4, 32), "LoRA of an embedding"),
+    "half an embedding": (
+        added("base_model.model.model.embed_tokens.lora_embedding_A", 4, 32), "there is no lora_B beside it"
+    ),
+    "a linear layer's of an embedding": (
+        tensors(lambda found: found.update({
+            f"base_model.model.model.embed_tokens.lora_{half}.weight": torch.ones(shape)
+            for half, shape in (("A", (4, 16)), ("B", (32, 4)))
+        })), "this model has no such linear layer",
+    ),
+    "a base that nothing changes": (
+        added("base_model.model.model.embed_tokens.base_layer.weight", 32, 16), "that is no matrix of LoRA"
+    ),
     "magnitudes": (added(f"{LAYER}.lora_magnitude_vector.weight", 16, 1), "the magnitudes of DoRA"),
     "another whole module": (added("base_model.model.score.modules_to_save.weight", 2, 16), "a whole module"),
     "a head of other columns": (added("base_model.model.lm_head.weight", 32, 12), "the model asks for 16 columns"),
@@ -219,6 +230,24 @@ def test_tables_replace_what_they_are_named_after(folder: Path) -> None:
     assert found.target_modules == ["embed_tokens", "q_proj", "v_proj"]
     config(ensure_weight_tying=True)(folder)
     assert set(read(folder).tables) == {"embed_tokens", "lm_head"}
+
+
+def test_lora_of_an_embedding_and_of_a_head(folder: Path) -> None:
+    embedding, head = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+    for name, *shape in (
+        (f"{embedding}.lora_embedding_A", 4, 32), (f"{embedding}.lora_embedding_B", 16, 4),
+        (f"{embedding}.base_layer.weight", 32, 16), (f"{head}.lora_A.weight", 4, 16), (f"{head}.lora_B.weight", 32, 4),
+    ):  # fmt: skip
+        added(name, *shape)(folder)
+    config(target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"])(folder)
+    found = read(folder)
+    assert found.changes_tables
+    assert not found.tables
+    own = found.modules["embed_tokens"], found.modules["lm_head"]
+    assert [(one.a.shape, one.b.shape) for one in own] == [((4, 32), (16, 4)), ((4, 16), (32, 4))]
+    added(f"{head}.weight", 32, 16)(folder)
+    with pytest.raises(CheckpointError, match="another tensor changes the same layer"):
+        read(folder)
 
 
 def test_a_fused_layer_is_divided_among_its_parts(folder: Path) -> None:

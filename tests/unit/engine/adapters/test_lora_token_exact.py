@@ -69,13 +69,23 @@ def test_five_adapters_and_the_base_in_one_batch(adapters: Any, settings: dict[s
 )
 def test_embeddings_and_heads_of_their_own(adapters: Any, settings: dict[str, Any]) -> None:
     """Of a tied base; the second time with prefixes from the cache."""
-    names = ["tables", "", "head", "embedding", "eight", "fewer-tokens", "tables"]
+    names = [
+        "tables",
+        "",
+        "head",
+        "changed-tables",
+        "embedding",
+        "eight",
+        "fewer-tokens",
+        "changed-embedding",
+        "tables",
+    ]
     prompts = [prompt * 2 for prompt in make_prompts(len(names), 509, 40, seed=4)]
     llm = make_llm(adapters, **settings)
     for order in (1, -1):
         check(adapters, llm, names[::order], prompts[::order])
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    for name in ("tables", "fewer-tokens", ""):
+    for name in ("tables", "changed-tables", "fewer-tokens", ""):
         (output,) = llm.generate(prompts[:1], scored, use_tqdm=False, lora_request=adapters.request(name))
         model = load_reference(adapters.merged(name) if name else adapters.base)
         expected = model(torch.tensor(prompts[:1])).logits[0].log_softmax(-1).detach()
@@ -115,9 +125,11 @@ def test_tables_of_an_untied_base(checkpoint: Any, tmp_path: Path) -> None:
         str(i): make_adapter(tmp_path / str(i), base, rank=2, seed=i, tables=tables)
         for i, tables in enumerate((["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]))
     }
+    for i, targets in enumerate((["lm_head"], ["embed_tokens", "lm_head"]), 3):
+        folders[str(i)] = make_adapter(tmp_path / str(i), base, rank=i, seed=i, targets=targets)
     adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
     llm = make_llm(adapters)
-    check(adapters, llm, ["0", "", "1", "2"], prompts_of(4), 8)
+    check(adapters, llm, ["0", "", "1", "2", "3", "4"], prompts_of(6), 8)
     llm.shutdown()
 
 

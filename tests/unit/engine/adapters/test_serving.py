@@ -16,8 +16,8 @@ from support.oracle import make_prompts
 SETTINGS: dict[str, Any] = {
     "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "kv_cache_memory_bytes": 8 << 20, "max_model_len": 256,
 }  # fmt: skip
-PROMPTS = make_prompts(7, 515, 40, seed=5)
-NAMES = ["one", "", "eight", "stabilized", "patterns", "bfloat16", "tables"]
+PROMPTS = make_prompts(8, 515, 40, seed=5)
+NAMES = ["one", "", "eight", "stabilized", "patterns", "bfloat16", "tables", "changed-tables"]
 
 
 def greedy(num_tokens: int = 12, kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY) -> SamplingParams:
