@@ -38,7 +38,6 @@ from quire_engine.messages import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
-    IsSleeping,
     PinAdapter,
     ResetPrefixCache,
     UtilityCall,
@@ -522,7 +521,7 @@ class AsyncLLM:
 
     @property
     def sleep_level(self) -> int:
-        """0 while the engine is awake. Unlike `is_sleeping`, this asks no engine."""
+        """0 while the engine is awake."""
         return self._client.calls.sleep_level
 
     async def update_weights(self, weights_path: str) -> None:
@@ -556,7 +555,7 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""
-        return bool(await self._call_utility(IsSleeping()))
+        return self.sleep_level > 0
 
     @property
     def num_replicas(self) -> int:

@@ -25,7 +25,6 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    IsSleeping,
     PinAdapter,
     ResetPrefixCache,
     Sleep,
@@ -422,7 +421,7 @@ class LLM:
 
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""
-        return bool(self._core.call_utility(IsSleeping()))
+        return self._core.sleep_level > 0
 
     def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
         """Read an adapter's folder, and let requests name it. An adapter of the same name is replaced; its pin ends,

@@ -159,7 +159,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Of the whole prompt, in chunks; set with the first token, if requested."""
+    """Log-probabilities of the whole prompt, in chunks; set with the first token, if requested."""
     error_parameter: str | None = None
     """The request's parameter that caused `error`; None if the request is valid."""
     error_code: ErrorCode | None = None
@@ -213,10 +213,6 @@ class UseWeights(Call):
     is_accepted: bool
 
 
-class IsSleeping(Call):
-    """Return whether the engine sleeps."""
-
-
 class TakeSnapshot(Call):
     """Return the engine core's state, for operators."""
 
@@ -233,19 +229,11 @@ class PinAdapter(Call):
 
 
 UtilityCall = (
-    ReportPrefixCache
-    | ResetPrefixCache
-    | Sleep
-    | WakeUp
-    | LoadWeights
-    | UseWeights
-    | IsSleeping
-    | TakeSnapshot
-    | PinAdapter
+    ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | LoadWeights | UseWeights | TakeSnapshot | PinAdapter
 )
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
-"""The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
+"""The snapshot of `TakeSnapshot`; for the others whether they succeeded."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):
@@ -403,7 +391,7 @@ class KVPlacement(msgspec.Struct, array_like=True):
     """Blocks of a load to write to the KV cache. The load's other blocks are not needed any more."""
 
     number: int
-    """Of the load."""
+    """The load's."""
     first: int
     """Index of the first block in the load."""
     block_ids: list[list[int | None]]

@@ -14,7 +14,6 @@ from quire_engine.messages import (
     EngineCoreReady,
     EngineCoreRequest,
     FinishReason,
-    IsSleeping,
     ReportPrefixCache,
     Sleep,
 )
@@ -86,7 +85,7 @@ class Engine:
             raise EngineError("there is no such level")
         if isinstance(call, ReportPrefixCache):
             self.reports_prefixes = True
-        elif not isinstance(call, IsSleeping):
+        else:
             self.is_asleep = isinstance(call, Sleep)
         return self.is_asleep
 

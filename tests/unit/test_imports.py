@@ -35,7 +35,7 @@ ENGINE = {
     "messages lora stats errors snapshot ipc system timeline",
     "spec_decode": "scheduler messages config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
-    "scheduler": "adapters kv_cache config messages sampling_params pooling lora slo stats errors snapshot "
+    "scheduler": "adapters kv_cache config messages sampling_params lora slo stats errors snapshot "
     "draft_chances timeline",
     "kv_cache": "messages sampling_params snapshot",
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 WAITING_TURN_MS = 100
 """The loop turns this often while requests wait for their grammars, or it would count as hung."""
 START_NICENESS = 5
-"""Of the grammar compiler at the first start: the loading of weights comes first when there are not enough cores."""
+"""Niceness of the grammar compiler at the first start: with too few cores, the weights are loaded first."""
 ADAPTER_STATS_SECONDS = 0.25
 """Interval of the statistics of LoRA adapters while requests run."""
 IDLE_CHECK_MS = 1000

@@ -29,7 +29,6 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
-    IsSleeping,
     LoadWeights,
     PinAdapter,
     ReportPrefixCache,
@@ -106,9 +105,10 @@ class EngineCore:
         self._history = StepHistory()
         self._step_stats = StepStats()
         self._generation: int | None = None
-        self._sleep_level = 0
+        self.sleep_level = 0
+        """0 while it is awake."""
         self._loaded_folder: str | None = None
-        """Of weights that the ranks have loaded, or could not load, and that are not used yet."""
+        """The folder of weights that the ranks have loaded, or could not load, and that are not used yet."""
 
     def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
         """Validate once more, and queue the request.
@@ -127,7 +127,7 @@ class EngineCore:
         validate_request(message, self.ready)
         if message.options.adapter is not None and self.scheduler.adapters is None:
             raise UnknownAdapterError("lora_name", "this engine serves no LoRA adapters; enable_lora is false")
-        if self._sleep_level:
+        if self.sleep_level:
             raise EngineSleepingError("the engine sleeps; wake it up first")
         request = Request(message, self.ready.eos_token_ids, self.ready.max_model_len, message_number)
         if request.needs_grammar:
@@ -194,7 +194,7 @@ class EngineCore:
     def make_stats(self) -> SchedulerStats:
         """The present numbers."""
         stats = self.scheduler.make_stats()
-        stats.sleep_level = self._sleep_level
+        stats.sleep_level = self.sleep_level
         stats.rank_busy_seconds = self.executor.busy_seconds()
         if self._expert_load is not None:
             stats.expert_load = self._expert_load.make(self.executor.expert_tokens, not self.has_requests())
@@ -310,12 +310,10 @@ class EngineCore:
                     return self.load_weights(folder)
                 case UseWeights(is_accepted=is_accepted):
                     return self.use_weights(is_accepted)
-                case IsSleeping():
-                    return self.is_sleeping()
                 case TakeSnapshot():
                     return self.snapshot()
                 case PinAdapter(adapter=adapter, is_pinned=is_pinned):
-                    if self.scheduler.adapters is not None and not (is_pinned and self._sleep_level):
+                    if self.scheduler.adapters is not None and not (is_pinned and self.sleep_level):
                         self.scheduler.adapters.pin(adapter, is_pinned)
                     return True
         except EngineError:
@@ -362,7 +360,7 @@ class EngineCore:
         """
         if level not in (1, 2):
             raise EngineError(f"sleep: level is {level}; it must be 1 (free the KV cache) or 2 (the weights as well)")
-        if level > self._sleep_level:
+        if level > self.sleep_level:
             self._clear("sleep")
             try:
                 self.executor.collective_rpc(Sleep(level))
@@ -371,11 +369,11 @@ class EngineCore:
             except Exception as error:
                 reason = f"sleep: {one_line(error) or type(error).__name__}"
                 try:
-                    self.executor.collective_rpc(Sleep(self._sleep_level) if self._sleep_level else WakeUp())
+                    self.executor.collective_rpc(Sleep(self.sleep_level) if self.sleep_level else WakeUp())
                 except Exception as another:
                     raise EngineDeadError(f"{reason}, and it cannot be undone: {another}") from another
                 raise EngineError(reason) from error
-            self._sleep_level = level
+            self.sleep_level = level
         return True
 
     def wake_up(self) -> bool:
@@ -384,19 +382,19 @@ class EngineCore:
         Raises:
             EngineError: there is no memory for it, or the checkpoint cannot be read. The engine still sleeps.
         """
-        if self._sleep_level:
+        if self.sleep_level:
             try:
                 self.executor.collective_rpc(WakeUp())
             except EngineDeadError:
                 raise
             except Exception as error:
                 logger.exception("the engine cannot be woken up")
-                self.executor.collective_rpc(Sleep(self._sleep_level))
+                self.executor.collective_rpc(Sleep(self.sleep_level))
                 reason = one_line(error) or type(error).__name__
                 raise EngineError(f"wake_up: {reason}; the engine still sleeps") from error
-            if self._sleep_level == 2 and self._balancer is not None:
+            if self.sleep_level == 2 and self._balancer is not None:
                 self._balancer.reset()
-            self._sleep_level = 0
+            self.sleep_level = 0
         return True
 
     def load_weights(self, folder: str) -> bool:
@@ -405,7 +403,7 @@ class EngineCore:
         Raises:
             EngineError: requests are live, the engine sleeps, or the weights cannot be loaded.
         """
-        if self._sleep_level:
+        if self.sleep_level:
             raise EngineError("load_weights: the engine sleeps; wake it up first")
         self._clear("load_weights")
         self._loaded_folder = folder
@@ -441,10 +439,6 @@ class EngineCore:
         self.reset_prefix_cache()
         if self.scheduler.adapters is not None:
             self.scheduler.adapters.forget_all()
-
-    def is_sleeping(self) -> bool:
-        """Whether `sleep` was called, and `wake_up` was not."""
-        return self._sleep_level > 0
 
     def shutdown(self) -> None:
         """End the workers, even if steps are in flight."""

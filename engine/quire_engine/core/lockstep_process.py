@@ -17,7 +17,7 @@ import zmq
 from quire_engine.core.core_process import IDLE_CHECK_MS, WAITING_TURN_MS, EngineCoreProcess, main
 from quire_engine.ipc.lockstep import Lockstep
 from quire_engine.ipc.semaphore import SPIN_SECONDS
-from quire_engine.messages import IsSleeping, ProcessArguments, TakeSnapshot
+from quire_engine.messages import ProcessArguments, TakeSnapshot
 
 HAS_WORK, SLEEPS = 1, 2
 """What an engine says at a meeting, added up."""
@@ -55,7 +55,7 @@ class LockstepProcess(EngineCoreProcess):
     def _arrive(self) -> None:
         """Come to the next meeting."""
         self._group.begin(self._group.present_generation)
-        self._group.arrive(HAS_WORK * self._core.has_requests() + SLEEPS * bool(self._core.is_sleeping()))
+        self._group.arrive(HAS_WORK * self._core.has_requests() + SLEEPS * (self._core.sleep_level > 0))
         self._has_arrived = True
         end = time.perf_counter() + SPIN_SECONDS
         while not self._group.has_met and time.perf_counter() < end:
@@ -121,7 +121,7 @@ class LockstepProcess(EngineCoreProcess):
 
     def _changes_nothing(self, payload: bytes) -> bool:
         try:
-            return isinstance(self._utility_decoder.decode(payload), TakeSnapshot | IsSleeping)
+            return isinstance(self._utility_decoder.decode(payload), TakeSnapshot)
         except msgspec.MsgspecError:
             return True  # it is rejected
 

@@ -19,7 +19,6 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
-    IsSleeping,
     ReportPrefixCache,
     RequestType,
     UtilityCall,
@@ -185,7 +184,7 @@ class RemoteReplica(Replica):
         if self._outage is None:
             return await super().call_utility(call)
         self._note_sleep(call)
-        return self.is_asleep if isinstance(call, IsSleeping) else True
+        return True
 
     async def _next_engine(self, outage: Outage) -> None:
         loop = asyncio.get_running_loop()

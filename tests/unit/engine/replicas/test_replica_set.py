@@ -15,7 +15,7 @@ from quire_engine.errors import (
     EngineUnavailableError,
     OperationError,
 )
-from quire_engine.messages import ErrorCode, IsSleeping, LoadWeights, Sleep, UseWeights, WakeUp
+from quire_engine.messages import ErrorCode, LoadWeights, ReportPrefixCache, Sleep, UseWeights, WakeUp
 from quire_engine.replicas.link import Link
 from quire_engine.system import crash_loop
 from support.engines import until
@@ -56,7 +56,7 @@ def test_calls_end_with_an_error_when_their_engine_is_stopped(fleet: Callable[..
         Engine.may_start.clear()
         one.engines[0].kill()
         await until(lambda: not one.client.is_alive)
-        calling = asyncio.ensure_future(one.client.calls.call(IsSleeping()))
+        calling = asyncio.ensure_future(one.client.calls.call(ReportPrefixCache()))
         await asyncio.sleep(0)
         one.client.stop("the engine was shut down")
         with pytest.raises(EngineDeadError, match="was shut down"):
@@ -69,7 +69,7 @@ def test_calls_end_with_an_error_when_their_engine_is_stopped(fleet: Callable[..
 def test_a_call_to_an_engine_that_is_lost_does_not_wait() -> None:
     async def main() -> None:
         with pytest.raises(EngineDeadError, match="it was lost"):
-            await Link("it was lost").call_utility(IsSleeping())
+            await Link("it was lost").call_utility(ReportPrefixCache())
 
     asyncio.run(main())
 
@@ -235,7 +235,7 @@ def test_all_sleep_or_none(fleet: Callable[..., Fleet]) -> None:
         assert one.tokens["a"] == list(range(40)), "it ended first"
         assert [engine.is_asleep for engine in one.engines] == [True, True]
         await one.client.calls.call(WakeUp())
-        assert not await one.client.calls.call(IsSleeping())
+        assert [engine.is_asleep for engine in one.engines] == [False, False]
 
         async def refuses(call: Any) -> bool:
             raise EngineError("no")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from quire_engine.errors import EngineDeadError, EngineError, ScalingError
-from quire_engine.messages import IsSleeping, ResetPrefixCache, Sleep, WakeUp
+from quire_engine.messages import ReportPrefixCache, ResetPrefixCache, Sleep, WakeUp
 from quire_engine.replicas import replica_set
 from quire_engine.replicas.restart_policy import RestartPolicy
 from support.engines import until
@@ -124,7 +124,7 @@ def test_a_sleeping_engine_is_not_scaled(fleet: Callable[..., Fleet]) -> None:
                 await one.client.scale(number)
         await one.client.calls.call(WakeUp())
         await one.client.scale(3)
-        assert not await one.client.calls.call(IsSleeping())
+        assert not any(engine.is_asleep for engine in one.engines)
 
     one.run(main)
 
@@ -159,10 +159,10 @@ def test_one_that_is_being_started_again_leaves_at_once(
         Engine.may_start.clear()
         one.engines[1].kill()
         await until(lambda: one.where() == [2, 0])
-        asleep = asyncio.ensure_future(one.client.replicas[1].call_utility(IsSleeping()))
+        calling = asyncio.ensure_future(one.client.replicas[1].call_utility(ReportPrefixCache()))
         await one.client.scale(1)
         with pytest.raises(EngineDeadError, match="was removed"):
-            await asleep
+            await calling
         await one.step(60)
         assert one.ended == {"a", "b"}
         Engine.may_start.set()
