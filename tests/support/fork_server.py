@@ -8,9 +8,9 @@ start hundreds of them. Within `forked_children()`, those that `start_module` st
       │◄── process id ──────────────────────┤ fork twice: the child of one that ends is adopted by the tests
       └──────── wait, kill ────► engine core ──── fork ────► its own fork server, for its workers and its compiler
 
-A child has the environment, directory, descriptors and command line that it would have, and it imports most of our own
-modules itself. What libraries read when they are loaded is that of the server, so a child whose environment differs in
-that is started as ever; so are all where this is not Linux. Tests with real servers know nothing of this.
+A child has the environment, directory, descriptors and command line that it would have. What libraries read when they
+are loaded is that of the server, so a child whose environment differs in that is started as ever; so are all where this
+is not Linux. Tests with real servers know nothing of this.
 
 The tests wait for a child and get its exit code, so it has to be theirs: while one is started they are its subreaper
 (prctl(2), PR_SET_CHILD_SUBREAPER), the process to which the kernel gives children of descendants that have ended.
@@ -49,7 +49,8 @@ SERVER_NAME = "fork-server"
 LIBRARIES = (
     "torch", "numpy", "zmq", "safetensors.torch", "transformers.models.auto.tokenization_auto", "xgrammar",
     # Of our own modules those that read nothing of the environment and start nothing when they are imported.
-    "quire_engine.frontend.tokenizer", "quire_engine.structured_output.compile_job",
+    "quire_engine.frontend.tokenizer", "quire_engine.structured_output.compile_job", "quire_engine.core.build_engine",
+    "quire_engine.executor.multiproc",
 )  # fmt: skip
 READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON", "CUDA", "HF_", "LD_", "PYTHON")
 """Beginnings of the names of variables that libraries, or Python itself, read when they are loaded."""
@@ -246,6 +247,7 @@ def _serve(connection: socket.socket) -> str | None:
         for name in LIBRARIES:
             importlib.import_module(name)
         gc.freeze()
+        sys.modules["quire_engine.system.memory"].release_code_pages()  # a child would; a fork maps none at first
         request, (has_begun, begins), (is_adopted, adopts) = json.loads(data), os.pipe(), os.pipe()
         deadline = time.monotonic() + 10  # join() returns before the kernel has ended a thread
         while len(os.listdir("/proc/self/task")) > 1:

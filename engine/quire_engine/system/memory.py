@@ -2,12 +2,22 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import mmap
+import re
 import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+_libc = ctypes.CDLL(None)
+_CODE_OF_FILES = re.compile(
+    rb"^(\w+)-(\w+) r-xp \w+ \S+ [1-9].*\n"  # address, permissions, offset, device, inode, path
+    rb"(?:[A-Z].*\n)*?Anonymous: +0 kB$",
+    re.MULTILINE,
+)
+"""In /proc/PID/smaps, mappings of unchanged code."""
 
 
 def available_memory_bytes() -> int:
@@ -95,21 +105,20 @@ def release_pages(address: int, size: int) -> None:
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - begin
     if length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
+@functools.cache
 def release_code_pages() -> None:
     """Release the pages of the program and its libraries, most of which only the start needs: about 80 MB with torch.
-    Pages that are needed again come back from the page cache. Mappings with changed pages are left alone."""
-    addresses = ""
+    Pages that are needed again come back from the page cache. Mappings with changed pages are left alone.
+
+    A process does so once: the start of its next engine, or waking up, needs less of them than it would take to read.
+    """
     with contextlib.suppress(OSError):  # the kernel has no smaps
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            name, *values = line.split()
-            if not name.endswith(":"):
-                addresses = name if values[0] == "r-xp" and values[3] != "0" else ""
-            elif name == "Anonymous:" and addresses and values[0] == "0":
-                begin, end = (int(address, 16) for address in addresses.split("-"))
-                release_pages(begin, end - begin)
+        for mapping in _CODE_OF_FILES.finditer(Path("/proc/self/smaps").read_bytes()):
+            begin, end = (int(address, 16) for address in mapping.groups())
+            release_pages(begin, end - begin)
 
 
 def mapped_ranges(paths: Iterable[Path]) -> list[range]:
@@ -137,7 +146,7 @@ def return_freed_memory() -> None:
 def trim_heap() -> None:
     """Return freed memory, which the allocator would keep, to the system. Takes milliseconds."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+        _libc.malloc_trim(0)
 
 
 def _status_bytes(path: Path, field: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.errors import EngineDeadError, EngineError
-from quire_engine.executor import make_executor, worker_processes
+from quire_engine.executor import make_executor, multiproc, worker_processes
 from quire_engine.executor.multiproc import MultiProcExecutor
 from quire_engine.messages import Sleep
 from quire_engine.models.checkpoints.config import CheckpointConfig
@@ -40,15 +40,18 @@ Worker.submit_model = fails
 
 
 @pytest.fixture
-def torch_groups(started_as_ever: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks talk as GPUs do: over torch.distributed, which on the CPU is gloo. It has threads, with which the
-    interpreter of a rank has to end."""
+def torch_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks talk as GPUs do: over torch.distributed, which on the CPU is gloo."""
     monkeypatch.setattr(worker_processes, "uses_shared_memory", lambda config: False)
 
 
-@pytest.mark.usefixtures("torch_groups")
+@pytest.mark.usefixtures("torch_groups", "started_as_ever")
 @pytest.mark.parametrize("stages", [1, 2])
-def test_ranks_meet_and_give_the_same_tokens(stages: int, checkpoint: Callable[[str], Path]) -> None:
+def test_ranks_meet_and_give_the_same_tokens(
+    stages: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the interpreter of each ends, beside gloo's threads."""
+    monkeypatch.setattr(multiproc, "SHUTDOWN_SECONDS", 60.0)  # on a busy machine it takes long
     answers = []
     for more in ({"distributed_executor_backend": "uni"},
                  {"tensor_parallel_size": 2, "pipeline_parallel_size": stages}):  # fmt: skip

@@ -171,7 +171,7 @@ def test_pages_of_code_come_back_when_they_are_needed() -> None:
 
     x = torch.randn(64, 64)
     expected, before = torch.linalg.inv(x), code_pages()
-    release_code_pages()
+    release_code_pages.__wrapped__()  # whatever this process has done before
     assert code_pages() < before
     assert torch.equal(torch.linalg.inv(x), expected)
 
