@@ -56,7 +56,7 @@ class InputProcessor:
         tokenizer: the checkpoint's.
         ready: the engine core's first message.
         slo_classes: the setting `slo`.
-        images: encodes those of prompts; None: the model takes none.
+        images: encodes those of prompts; or why they may have none.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class InputProcessor:
         tokenizer: "AnyTokenizer",
         ready: EngineCoreReady,
         slo_classes: Mapping[str, SLOTargets] | None = None,
-        images: ImageEncoder | None = None,
+        images: ImageEncoder | str = "this model takes text alone",
     ) -> None:
-        self.tokenizer, self.images = tokenizer, images
+        self.tokenizer, self.images = tokenizer, None if isinstance(images, str) else images
+        self._why_no_images = images if isinstance(images, str) else ""
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
         eos = tokenizer.eos_token_id
@@ -190,7 +191,7 @@ class InputProcessor:
             raise RequestError("messages", "messages is empty; it must hold at least one message")
         split, images = split_images(messages, conversation.images)
         if images and self.images is None:
-            raise RequestError("messages", "messages holds images; this model takes text alone")
+            raise RequestError("messages", f"messages holds images; {self._why_no_images}")
         if any(isinstance(image, str) for image in images):
             raise RequestError(
                 "messages", "messages holds the URL of an image, which the engine does not fetch; give a data: URL"
@@ -372,7 +373,7 @@ class InputProcessor:
     ) -> tuple[list[int], list[PromptPart]]:
         """Token ids and parts of a prompt with images. Raises RequestError if they do not fit it or the model."""
         if self.images is None:
-            raise RequestError("multi_modal_data", "multi_modal_data holds images; this model takes text alone")
+            raise RequestError("multi_modal_data", f"multi_modal_data holds images; {self._why_no_images}")
         if max_prompt_tokens is not None:
             raise RequestError(
                 "truncate_prompt_tokens", "truncate_prompt_tokens is given with images, which cannot be cut"

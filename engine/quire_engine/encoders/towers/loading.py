@@ -49,4 +49,4 @@ def load_tower(folder: Path, family: ImageFamily, dtype: torch.dtype, device: to
     for module_ in tower.modules():
         if callable(pack := getattr(module_, "pack", None)):
             pack()
-    return tower.eval()
+    return tower.to(device).eval()
