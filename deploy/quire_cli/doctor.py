@@ -134,7 +134,7 @@ def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source
         yield Check("model", "WARN", detail, "it is slower than Quire's own families; its memory is known once it is "
                     "loaded")  # fmt: skip
         return
-    family = (ARCHITECTURES | POOLING_ARCHITECTURES)[checkpoint.architecture]
+    family = (ARCHITECTURES | POOLING_ARCHITECTURES).get(checkpoint.architecture, "of its text model")
     yield Check("model", "OK", f"{checkpoint.architecture} runs on {where} as of the family {family}, with "
                 f"{max_model_len} tokens of context, for {tasks}; checked: {source}")  # fmt: skip
     stored = checkpoint.weight_format.method

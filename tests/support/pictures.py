@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_engine.encoders.family import as_arrays, find_family, load_processor
+from support.checkpoints import edit_json
 from support.oracle import load_reference
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -37,6 +39,18 @@ IDEFICS = {
 }  # fmt: skip
 IDEFICS_PIXELS = {"size": {"longest_edge": 4 * 28}, "max_image_size": {"longest_edge": 28}}
 GEMMA_TOKENS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+GEMMA4_VISION = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "num_key_value_heads": 3, "head_dim": 8, "patch_size": 2, "position_embedding_size": 700,
+    "use_clipped_linears": True, "initializer_range": 0.2,
+}  # fmt: skip
+GEMMA4 = {
+    "tokens": ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"), "image_token": "<|image|>",
+    "ids": {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
+    "pixels": {"patch_size": 2, "max_soft_tokens": 70}, "types": "mm_token_type_ids",
+    "processor": "gemma4.processing_gemma4.Gemma4Processor",
+    "attributes": {"boi_token": "<|image>", "eoi_token": "<image|>"},
+}  # fmt: skip
 CLIP = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3}
 LLAVA = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 SQUARE_PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
@@ -47,6 +61,7 @@ PIXTRAL = {
 PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PIXTRAL_PIXELS = {"size": {"longest_edge": 84}, "patch_size": {"height": 7, "width": 7}}
 PIXTRAL_ATTRIBUTES = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "patch_size": 7}
+OVIS_TOKENS = ("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 QWEN_IDS = {
     "image_token_id": "<|image_pad|>", "vision_start_token_id": "<|vision_start|>",
@@ -88,7 +103,36 @@ GLM_TEXT = {
     },
 }  # fmt: skip
 GLM_VISION = {**QWEN_VISION, "image_size": 28}
+NOT_THE_MODELS = ("input_ids", "rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
+"""What processors make beside the arguments of models."""
 PICTURES: dict[str, dict[str, Any]] = {
+    "aya_vision": {
+        "config": {"model_type": "aya_vision", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+                   "downsample_factor": 2, "alignment_intermediate_size": 48, "vision_feature_layer": -1,
+                   "vision_feature_select_strategy": "full", "text_config": {
+            **TEXT, "model_type": "cohere2", "pad_token_id": 0, "num_hidden_layers": 4, "head_dim": 16,
+            "sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 1.0,
+        }},
+        "tokens": ("<image>", "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE", "TILE_GLOBAL"),
+        "image_token": "<image>", "ids": {"image_token_index": "<|IMG_PATCH|>"},
+        "pixels": {"size": {"height": 28, "width": 28}, "max_patches": 6},
+        "image_processor": "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
+        "arguments": {"crop_to_patches": True}, "settings": {"patch_size": 14, "img_size": 28},
+        "processor": "aya_vision.processing_aya_vision.AyaVisionProcessor", "attributes": {
+            "patch_size": 14, "img_size": 28, "start_of_img_token": "<|START_OF_IMG|>",
+            "end_of_img_token": "<|END_OF_IMG|>", "img_patch_token": "<|IMG_PATCH|>", "tile_token": "TILE",
+            "tile_global_token": "TILE_GLOBAL",
+        },
+    },
+    "deepseek_vl": {
+        "config": {"model_type": "deepseek_vl", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+                   "text_config": {**TEXT, "model_type": "llama", "pad_token_id": 0}},
+        "tokens": ("<image_placeholder>",), "image_token": "<image_placeholder>",
+        "pixels": {"size": {"height": 28, "width": 28}}, "settings": {"num_image_tokens": 16},
+        "names": {"image_token": "<image_placeholder>"},
+        "image_processor": "deepseek_vl.image_processing_pil_deepseek_vl.DeepseekVLImageProcessorPil",
+        "processor": "deepseek_vl.processing_deepseek_vl.DeepseekVLProcessor", "attributes": {"num_image_tokens": 16},
+    },
     "gemma3": {
         "config": {"model_type": "gemma3", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
                    "mm_tokens_per_image": 4, "text_config": {
@@ -104,21 +148,22 @@ PICTURES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma4": {
-        "config": {"model_type": "gemma4", "audio_config": None, "vision_config": {
-            "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
-            "num_key_value_heads": 3, "head_dim": 8, "patch_size": 2, "position_embedding_size": 700,
-            "use_clipped_linears": True, "initializer_range": 0.2,
-        }, "text_config": {
+        "config": {"model_type": "gemma4", "audio_config": None, "vision_config": GEMMA4_VISION, "text_config": {
             **TEXT, "model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32,
             "sliding_window": 80, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "pad_token_id": 0,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "use_bidirectional_attention": "vision",
         }},
-        "tokens": ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"), "image_token": "<|image|>",
-        "ids": {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
-        "pixels": {"patch_size": 2, "max_soft_tokens": 70}, "types": "mm_token_type_ids",
-        "processor": "gemma4.processing_gemma4.Gemma4Processor",
-        "attributes": {"boi_token": "<|image>", "eoi_token": "<image|>"},
+        **GEMMA4,
+    },
+    "gemma4-e": {
+        "config": {"model_type": "gemma4", "audio_config": None, "vision_config": GEMMA4_VISION, "text_config": {
+            **TEXT, "model_type": "gemma4_text", "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32,
+            "sliding_window": 80, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 4160,
+            "num_kv_shared_layers": 2, "pad_token_id": 3, "use_bidirectional_attention": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        }},
+        **GEMMA4, "needs_ids": True,
     },
     "glm4v": {
         "config": {
@@ -182,6 +227,17 @@ PICTURES: dict[str, dict[str, Any]] = {
         "tokens": PIXTRAL_TOKENS, "image_token": "[IMG]", "ids": {"image_token_index": "[IMG]"},
         "pixels": PIXTRAL_PIXELS, "processor": "pixtral.processing_pixtral.PixtralProcessor",
         "attributes": {**PIXTRAL_ATTRIBUTES, "spatial_merge_size": 2},
+    },
+    "ovis2": {
+        "config": {"model_type": "ovis2", "hidden_size": 64, "vocab_size": 4160, "vision_config": {
+            **SIGLIP, "model_type": "ovis2_vision", "vocab_size": 45, "hidden_stride": 2,
+        }, "text_config": {**TEXT, "model_type": "qwen2", "pad_token_id": 0}},
+        "tokens": ("<image>", *OVIS_TOKENS), "image_token": "<image>",
+        "ids": {"image_token_id": "<IMG_ATOM>", "visual_indicator_token_ids": list(OVIS_TOKENS[1:])},
+        "pixels": {"size": {"height": 28, "width": 28}, "min_patches": 1, "max_patches": 4, "crop_to_patches": True},
+        "image_processor": "ovis2.image_processing_pil_ovis2.Ovis2ImageProcessorPil",
+        "settings": {"image_seq_length": 4}, "processor": "ovis2.processing_ovis2.Ovis2Processor",
+        "attributes": {"image_seq_length": 4}, "rows_alone": True,
     },
     "pixtral": {
         "config": {"model_type": "llava", "vision_config": PIXTRAL, "vision_feature_layer": -1,
@@ -265,7 +321,11 @@ def make_picture_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokeni
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if "names" in own:
+        edit_json(folder / "tokenizer_config.json", extra_special_tokens=own["names"])
     (folder / "preprocessor_config.json").write_text(json.dumps(own["pixels"]))
+    if "settings" in own:
+        (folder / "processor_config.json").write_text(json.dumps(own["settings"]))
     return folder
 
 
@@ -284,9 +344,15 @@ def expand(name: str, folder: Path, image: npt.NDArray[np.uint8]) -> str:
     family = find_family(folder)
     assert family is not None
     processor.image_token, processor.image_processor = PICTURES[name]["image_token"], load_processor(family, folder)
+    arguments = PICTURES[name].get("arguments", family.arguments)
+    if "image_processor" in PICTURES[name]:
+        module, _, kind = PICTURES[name]["image_processor"].rpartition(".")
+        processor.image_processor = getattr(import_module(f"transformers.models.{module}"), kind)(
+            **PICTURES[name]["pixels"]
+        )
     for attribute, value in PICTURES[name].get("attributes", {}).items():
         setattr(processor, attribute, value)
-    found = processor.image_processor(images=[image], return_tensors="np", **family.arguments)
+    found = processor.image_processor(images=[image], return_tensors="np", **arguments)
     text: str = processor.replace_image_token(found, 0)
     return text
 
@@ -302,15 +368,12 @@ def generate(
     family = find_family(folder)
     assert family is not None
     processor, features = load_processor(family, folder), []
-    if images and "image_grid_thw" in processor.model_input_names:
-        return _generate_by_grids(model, family, processor, token_ids, images, max_tokens)
+    has_grids = "image_grid_thw" in getattr(processor, "model_input_names", ())
+    if images and (has_grids or (name is not None and PICTURES[name].get("needs_ids"))):
+        return _generate_by_ids(model, family, processor, token_ids, images, max_tokens)
     for image in images:
         arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
-        inputs = {
-            key: torch.from_numpy(value)
-            for key, value in arrays.items()
-            if key not in ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
-        }
+        inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in NOT_THE_MODELS}
         found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
         features += list(found) if isinstance(found, list | tuple) else [found]
     inputs_ids = torch.tensor([list(token_ids)])
@@ -334,18 +397,20 @@ def generate(
     return tokens, logprobs
 
 
-def _generate_by_grids(
+def _generate_by_ids(
     model: PreTrainedModel, family: Any, processor: Any, token_ids: Sequence[int],
     images: Sequence[npt.NDArray[np.uint8]], max_tokens: int,
 ) -> tuple[list[int], list[float]]:  # fmt: skip
-    """The same of models whose positions have three dimensions, by their own `forward`."""
+    """The same of models that need the ids of tokens, as their positions have three dimensions or their layers have
+    inputs of their own, by their own `forward`."""
     arrays = as_arrays(processor(images=list(images), return_tensors="np", **family.arguments))
-    inputs = {key: torch.from_numpy(value) for key, value in arrays.items()}
-    ids, logprobs = list(token_ids), []
+    inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in NOT_THE_MODELS}
+    ids, logprobs, has_types = list(token_ids), [], "mm_token_type_ids" in signature(model.forward).parameters
     for _ in range(max_tokens):
         ids_T = torch.tensor([ids])
-        types_T = (ids_T == family.image_token_id).int()
-        logits = model(input_ids=ids_T, mm_token_type_ids=types_T, **inputs, use_cache=False).logits[0, -1].float()
+        if has_types:
+            inputs["mm_token_type_ids"] = (ids_T == family.image_token_id).int()
+        logits = model(input_ids=ids_T, **inputs, use_cache=False).logits[0, -1].float()
         token = int(logits.argmax())
         ids.append(token)
         logprobs.append(float(logits.log_softmax(0)[token]))

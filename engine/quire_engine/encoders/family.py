@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from quire_engine.encoders.families import gemma, idefics3, internvl, llava, qwen_vl
 from quire_engine.encoders.families.base import ImageFamily
+from quire_engine.encoders.families.other import Other
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.config import architecture_named
@@ -21,7 +22,7 @@ NICENESS = 5
 
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
-    "Gemma4ForConditionalGeneration": gemma.gemma4,
+    "Gemma4ForConditionalGeneration": gemma.Gemma4,
     "Glm4vForConditionalGeneration": qwen_vl.Glm4v,
     "Glm4vMoeForConditionalGeneration": qwen_vl.Glm4vMoe,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
@@ -45,11 +46,21 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def find_family(folder: Path) -> ImageFamily | None:
-    """The family of a checkpoint; None if it takes no images. Raises CheckpointError if its configuration is bad."""
+    """The family of a checkpoint; None if it takes no images.
+
+    Raises:
+        CheckpointError: its configuration is bad.
+        NoImagesError: it takes images, and cannot be served with them.
+    """
     fields = Fields(*open_checkpoint(folder).config())
     architecture = architecture_named(fields)
-    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
-    return None if family is None else family(fields)
+    if isinstance(architecture, str) and architecture in FAMILIES:
+        return FAMILIES[architecture](fields)
+    has_images = str(architecture).endswith("ForConditionalGeneration") and fields.values.get("vision_config")
+    if not has_images or not has_processor(folder):
+        return None
+    others = folder / PROCESSOR_FILES[1]
+    return Other(fields, str(architecture), read_settings(folder), read_json(others) if others.exists() else {})
 
 
 def load_processor(family: ImageFamily, folder: Path) -> Any:
@@ -58,6 +69,8 @@ def load_processor(family: ImageFamily, folder: Path) -> Any:
     Raises:
         CheckpointError: they are bad.
     """
+    if isinstance(family, Other):
+        return family.prepare
     module, _, name = family.processor.rpartition(".")
     kind = getattr(import_module(f"transformers.models.{module}"), name)
     settings = processor_settings(folder)
@@ -73,14 +86,19 @@ def has_processor(folder: Path) -> bool:
 
 
 def processor_settings(folder: Path) -> dict[str, Any]:
-    """Settings of the image processor, of either file that has them."""
+    """Settings of the image processor, of either file that has them, without its name."""
+    return {name: value for name, value in read_settings(folder).items() if name != "image_processor_type"}
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The same with its name, if the file has it."""
     settings: dict[str, Any] = {}
     for name in PROCESSOR_FILES:
         if not settings and (folder / name).exists():
             found = read_json(folder / name)
             inner = found.get("image_processor")
             settings = inner if isinstance(inner, dict) else found if name == PROCESSOR_FILES[0] else {}
-    known = {"image_processor_type", "processor_class", "feature_extractor_type", "auto_map", "backend"}
+    known = {"processor_class", "feature_extractor_type", "auto_map", "backend"}
     return {name: value for name, value in settings.items() if name not in known}
 
 

@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -33,7 +32,7 @@ import numpy.typing as npt
 
 from quire_engine.config import EngineConfig
 from quire_engine.encoders import processing, tower_process
-from quire_engine.encoders.families.base import ImageFamily
+from quire_engine.encoders.families.base import ImageFamily, NoImagesError
 from quire_engine.encoders.family import PROCESSOR_FILES, find_family, has_processor, processor_settings
 from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, RequestError
 from quire_engine.messages import PromptPart
@@ -89,6 +88,7 @@ class ImageEncoder:
         quantization: str | None = None,
     ) -> None:  # fmt: skip
         self._family, self._tokenizer, self._max_images = family, tokenizer, max_images
+        self._state_ids = {family.image_token_id, *family.other_state_ids}
         self._lock = threading.Lock()
         """Guards the cache, the images in work and the statistics."""
         self._stats = ImageStats()
@@ -117,8 +117,12 @@ class ImageEncoder:
 
     def _load(self) -> None:
         self._processing.start()
-        with suppress(EngineError):  # it is logged, and the next image tries again
+        try:
             self._ask_tower(tower_process.Job())
+        except RequestError as error:
+            logger.error("%s", error)
+        except EngineError:
+            pass  # it is logged, and the next image tries again
 
     def insert(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[PromptPart]]:
         """Token ids with each placeholder replaced by the tokens of its image, and the parts.
@@ -258,10 +262,12 @@ class ImageEncoder:
         finally:
             os.ftruncate(memory, 0)
             self._free.put(memory)
-        text = self._family.expand(prepared.layout, self._image_token)
-        before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
-        token_ids = self._tokenizer.encode(text.strip(), add_special_tokens=False)
-        places = token_ids.count(self._family.image_token_id)
+        expanded, before, after = self._family.expand(prepared.layout, self._image_token), "", ""
+        if isinstance(expanded, str):
+            before, after = expanded[: len(expanded) - len(expanded.lstrip())], expanded[len(expanded.rstrip()) :]
+            expanded = self._tokenizer.encode(expanded.strip(), add_special_tokens=False)
+        token_ids = list(expanded)
+        places = sum(map(token_ids.count, self._state_ids))
         if places != num_states:
             raise _failure(f"it has {num_states} hidden states for {places} tokens")
         if not np.isfinite(states).all():
@@ -274,7 +280,7 @@ class ImageEncoder:
     ) -> Iterator[PromptPart]:
         """One for each run of image tokens."""
         start = first = 0
-        for is_image, run in groupby(token_ids, lambda token_id: token_id == self._family.image_token_id):
+        for is_image, run in groupby(token_ids, self._state_ids.__contains__):
             length = len(list(run))
             if is_image:
                 own = hashlib.sha256(digest + first.to_bytes(8, "little")).digest()
@@ -286,6 +292,8 @@ class ImageEncoder:
     def _ask_tower(self, job: tower_process.Job) -> tuple[tower_process.Encoded, float]:
         answer, seconds = self._ask(self._tower, job, "encodes")
         encoded = msgspec.json.decode(answer, type=tower_process.Encoded)
+        if encoded.error is not None and encoded.is_final:
+            raise RequestError("multi_modal_data", f"multi_modal_data holds images; {encoded.error}")
         if encoded.error is not None:
             raise _unavailable(encoded.error)
         return encoded, seconds
@@ -331,17 +339,22 @@ def image_family(config: EngineConfig) -> ImageFamily | None:
     return find_family(Path(config.model.model))
 
 
-def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | None:
-    """The encoder of a checkpoint with an `image_family`, if its tokenizer has the tokens."""
-    folder, parallel, family = Path(config.model.model), config.parallel, image_family(config)
-    if family is None:
-        return None
-    if not has_processor(folder):
-        logger.warning("%s: served as text; it has no %s", folder, " or ".join(PROCESSOR_FILES))
-        return None
-    if None in tokenizer.convert_ids_to_tokens([family.image_token_id, family.placeholder_id]):
-        logger.warning("%s: served as text; its tokenizer has no token that stands for images", folder)
-        return None
+def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | str:
+    """The encoder of a checkpoint with an `image_family`, if its tokenizer has the tokens; else why prompts may have no
+    images."""
+    folder, parallel = Path(config.model.model), config.parallel
+    try:
+        family, reason = image_family(config), ""
+    except NoImagesError as error:
+        family, reason = None, str(error)
+    if family is not None and not has_processor(folder):
+        reason = f"{folder} has no {' or '.join(PROCESSOR_FILES)}"
+    elif family is not None and None in tokenizer.convert_ids_to_tokens([family.image_token_id, family.placeholder_id]):
+        reason = f"the tokenizer of {folder} has no token that stands for images"
+    if reason:
+        logger.warning("%s: served as text; %s", folder, reason)
+    if family is None or reason:
+        return reason or "this model takes text alone"
     dtype = config.model.dtype if config.model.dtype != "auto" else Fields(*open_checkpoint(folder).config()).dtype()
     index = parallel.gpu_device_ids[0] if parallel.gpu_device_ids else 0
     device = "cpu" if parallel.device == "cpu" else f"{parallel.device}:{index}"

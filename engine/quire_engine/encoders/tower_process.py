@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire_engine.encoders.families.base import NoImagesError
 from quire_engine.encoders.family import NICENESS, find_family
 from quire_engine.errors import is_failure, one_line
 from quire_engine.system.limited_process import serve
@@ -30,6 +31,8 @@ class Encoded(msgspec.Struct, array_like=True):
 
     shape: tuple[int, int] = (0, 0)
     error: str | None = None
+    is_final: bool = False
+    """Whether no image of this checkpoint can be encoded, now or later."""
 
 
 def main() -> None:
@@ -66,7 +69,7 @@ def main() -> None:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            return Encoded(error=one_line(error))
+            return Encoded(error=one_line(error), is_final=isinstance(error, NoImagesError))
 
     serve(Job, run)
 

@@ -23,15 +23,16 @@ class ConversationRenderer:
 
     Args:
         tokenizer: has the template, unless the checkpoint has none.
-        placeholder: text of an image in a prompt; None: the model takes text alone.
+        placeholder: text of an image in a prompt; None: the model takes none, for the reason `why_no_images`.
         max_model_len: in tokens; each message has at least one.
         max_characters: of a conversation that can fit.
     """
 
     def __init__(
-        self, tokenizer: AnyTokenizer, placeholder: str | None, *, max_model_len: int, max_characters: int
-    ) -> None:
-        self._tokenizer, self._placeholder = tokenizer, placeholder
+        self, tokenizer: AnyTokenizer, placeholder: str | None, why_no_images: str, *, max_model_len: int,
+        max_characters: int,
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._placeholder, self._why_no_images = tokenizer, placeholder, why_no_images
         self._max_model_len, self._max_characters = max_model_len, max_characters
         self._lock = threading.Lock()
         self._idle: list[ChatTemplateRenderer] = []
@@ -94,7 +95,7 @@ class ConversationRenderer:
             raise RequestError(name, f"{name} is empty; it must hold at least one message")
         split, images = split_images(messages, conversation.images)
         if images and self._placeholder is None:
-            raise RequestError(name, f"{name} holds images; this model takes text alone")
+            raise RequestError(name, f"{name} holds images; {self._why_no_images}")
         if any(isinstance(image, str) for image in images):
             raise RequestError(
                 name, f"{name} holds the URL of an image, which the engine does not fetch; give a data: URL"

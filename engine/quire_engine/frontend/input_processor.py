@@ -49,7 +49,7 @@ class InputProcessor:
         tokenizer: the checkpoint's.
         ready: the engine core's first message.
         slo_classes: the setting `slo`.
-        images: encodes those of prompts; None: the model takes none.
+        images: encodes those of prompts; or why they may have none.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class InputProcessor:
         tokenizer: "AnyTokenizer",
         ready: EngineCoreReady,
         slo_classes: Mapping[str, SLOTargets] | None = None,
-        images: ImageEncoder | None = None,
+        images: ImageEncoder | str = "this model takes text alone",
     ) -> None:
-        self.tokenizer, self.images = tokenizer, images
+        self.tokenizer, self.images = tokenizer, None if isinstance(images, str) else images
+        self._why_no_images = images if isinstance(images, str) else ""
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
         eos = tokenizer.eos_token_id
@@ -69,10 +70,11 @@ class InputProcessor:
         self._encoder = LimitedEncoder(tokenizer)
         self._has_segments = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
         self._max_characters = characters_per_token(tokenizer) * ready.max_model_len
-        placeholder = None if images is None else images.placeholder
+        placeholder = None if self.images is None else self.images.placeholder
         self._conversations = ConversationRenderer(
-            tokenizer, placeholder, max_model_len=ready.max_model_len, max_characters=self._max_characters
-        )
+            tokenizer, placeholder, self._why_no_images, max_model_len=ready.max_model_len,
+            max_characters=self._max_characters,
+        )  # fmt: skip
 
     def process(
         self,
@@ -320,7 +322,7 @@ class InputProcessor:
     ) -> tuple[list[int], list[PromptPart]]:
         """Token ids and parts of a prompt with images. Raises RequestError if they do not fit it or the model."""
         if self.images is None:
-            raise RequestError("multi_modal_data", "multi_modal_data holds images; this model takes text alone")
+            raise RequestError("multi_modal_data", f"multi_modal_data holds images; {self._why_no_images}")
         if max_prompt_tokens is not None:
             raise RequestError(
                 "truncate_prompt_tokens", "truncate_prompt_tokens is given with images, which cannot be cut"

@@ -319,6 +319,8 @@ class Decoder(nn.Module):
         """[T] -> [T, I], of each of the stage's layers, the part of its input that is the token's own."""
         assert self.layer_inputs is not None
         rows_T = token_ids_T.where(token_ids_T < self.layer_inputs.vocab_size, 0)
+        for token_id in self.layer_inputs.placeholders:
+            rows_T = rows_T.where(token_ids_T != token_id, self.layer_inputs.padding)
         inputs_TI: torch.Tensor = self.embed_tokens_per_layer.embed(rows_T) * (self.layer_inputs.size / 2) ** 0.5
         return inputs_TI
 

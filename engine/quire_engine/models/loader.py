@@ -272,8 +272,13 @@ def load_model(
 
     Raises:
         CheckpointError: a file is truncated; a tensor is missing, superfluous, of the wrong shape or type, or holds
-            a value that is not finite.
+            a value that is not finite; or the architecture is not listed, and its model is not computed as our
+            decoder computes it.
     """
+    if not config.is_listed and parallel.rank == 0:
+        from quire_engine.models.fallback.wrapper import check_text  # imports transformers' models
+
+        check_text(folder)
     is_dummy, weight_format = load_format == "dummy", config.weight_format
     if is_dummy and weight_format.method == "gguf":  # random scales would not be finite
         weight_format = WeightFormat()

@@ -469,6 +469,10 @@ class LayerInputOptions:
     vocab_size: int
     """Rows of the table; other tokens have the first."""
     activation: str
+    placeholders: tuple[int, ...] = ()
+    """Tokens that stand for images, videos and sounds."""
+    padding: int = 0
+    """The token whose row these have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import Fields
 from quire_engine.models.families import (
     bert,
@@ -231,15 +232,26 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """What published files leave out of `text_config`, by family."""
 
 
+def unlisted_family(architecture: object, fields: Fields) -> str | None:
+    """The family of the text model in `text_config`, of an architecture that takes images and that is not listed; None
+    if it is listed, or there is no such family."""
+    is_other = isinstance(architecture, str) and architecture.endswith("ForConditionalGeneration")
+    if not is_other or architecture in ARCHITECTURES or not isinstance(fields.values.get("text_config"), dict):
+        return None
+    name = str(fields.inner("text_config").values.get("model_type")).removesuffix("_text")
+    return name if name in ARCHITECTURES.values() else None
+
+
 def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions]:
     """The fields of the text model, with the family's own defaults for those that are missing; and what the family
     makes of them. Raises CheckpointError if the model cannot be served."""
-    name = ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES[architecture]
-    levels = 0
-    if architecture in TEXT_TYPES:
+    unlisted = unlisted_family(architecture, fields)
+    name = unlisted or ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES[architecture]
+    outer, levels = fields, 0
+    if architecture in TEXT_TYPES or unlisted is not None:
         indices = fields.inner("vision_config").values.get("deepstack_visual_indexes") or ()
-        levels = len(indices) if isinstance(indices, list) else 0
-        types, fields = TEXT_TYPES[architecture], fields.text()
+        levels = len(indices) if isinstance(indices, list) and unlisted is None else 0
+        types, fields = TEXT_TYPES.get(architecture, (name, f"{name}_text")), fields.text()
         named = fields.choice("model_type", types, types[0]).removesuffix("_text")
         name = named if named in FAMILIES else name
         given = {field: value for field, value in fields.values.items() if value is not None}
@@ -250,4 +262,12 @@ def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions
     options = FAMILIES[name](fields)
     if levels:
         options = replace(options, num_deepstack_layers=levels)
-    return fields, options if architecture in ARCHITECTURES else replace(options, has_head=False)
+    if options.layer_inputs is not None and architecture in TEXT_TYPES:
+        options = replace(options, layer_inputs=gemma.with_placeholders(options.layer_inputs, outer, fields))
+    scales = options.embedding_scale, options.logits_divisor, options.logits_soft_cap
+    if unlisted is not None and scales != (1, 1, None):
+        raise CheckpointError(
+            f"{fields.path}: {architecture} has a text model that scales its embeddings or logits ({name}); such an "
+            "architecture is served where it is listed only"
+        )
+    return fields, replace(options, has_head=False) if architecture in POOLING_ARCHITECTURES else options

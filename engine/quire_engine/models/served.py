@@ -9,8 +9,13 @@ from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint, architecture_named
 from quire_engine.models.checkpoints.fields import read_config
 from quire_engine.models.checkpoints.files import TOKENIZER_FILES, check_files
-from quire_engine.models.fallback.checkpoint import TransformersCheckpoint
-from quire_engine.models.registry import ARCHITECTURES, EAGLE3_ARCHITECTURES, POOLING_ARCHITECTURES
+from quire_engine.models.fallback.checkpoint import TransformersCheckpoint, is_listed
+from quire_engine.models.registry import (
+    ARCHITECTURES,
+    EAGLE3_ARCHITECTURES,
+    POOLING_ARCHITECTURES,
+    unlisted_family,
+)
 
 _METHODS = {"MedusaModel": "medusa", **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3")}
 """Architectures of heads that draft by another method."""
@@ -29,7 +34,11 @@ def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:
     """
     fields = read_config(folder)
     named = architecture_named(fields)
-    is_ours = isinstance(named, str) and (named in ARCHITECTURES or named in POOLING_ARCHITECTURES)
+    is_ours = isinstance(named, str) and (
+        named in ARCHITECTURES
+        or named in POOLING_ARCHITECTURES
+        or (unlisted_family(named, fields) is not None and is_listed(named, "IMAGE_TEXT_TO_TEXT"))
+    )
     if model_impl == "quire" or (model_impl == "auto" and is_ours):
         return CheckpointConfig.from_folder(folder)
     return TransformersCheckpoint.from_fields(folder, fields)

@@ -59,7 +59,7 @@ class Gemma3(ImageFamily):
 
 
 class Gemma4(ImageFamily):
-    """See `ImageFamily`. Of the models whose layers have no inputs of their own."""
+    """See `ImageFamily`."""
 
     processor = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"
 
@@ -92,8 +92,3 @@ class Gemma4(ImageFamily):
         """All but the text model and the tower of sounds."""
         name = name.removeprefix("model.")
         return name if name.startswith(("vision_tower.", "embed_vision.")) else None
-
-
-def gemma4(fields: Fields) -> Gemma4 | None:
-    """The family of a checkpoint; None if its layers have inputs of their own, as then it is served as text."""
-    return None if fields.text().integer("hidden_size_per_layer_input", 0, MAX_SIZE, 256) else Gemma4(fields)

@@ -100,10 +100,8 @@ class Glm4v(Qwen2VL):
 
         return TransformersTower(self._folder)
 
-    def rename(self, name: str) -> str | None:
-        """All but the text model."""
-        name = name.removeprefix("model.")
-        return f"model.{name}" if name.startswith("visual.") else None
+    def rename(self, name: str) -> None:
+        """None: transformers reads the files."""
 
 
 class Glm4vMoe(Glm4v):

@@ -91,8 +91,8 @@ class LlavaTower(nn.Module):
 
 
 class TiledTower(nn.Module):
-    """A tower that is applied to the whole image and to its tiles; `image_newline` follows each row of the latter.
-    States of many more than `max_tiles` are resized to fewer."""
+    """A tower that is applied to the whole image and to its tiles; `image_newline` follows each row of the latter. The
+    states of many more tiles than `max_tiles` are resized to fewer."""
 
     def __init__(
         self, tower: nn.Module, points: Sequence[Sequence[int]], tile_size: int, side: int, max_tiles: int | None

@@ -65,4 +65,4 @@ def load_tower(
             module_.pack(method)
         elif callable(pack := getattr(module_, "pack", None)):
             pack()
-    return tower.eval()
+    return tower.to(device).eval()

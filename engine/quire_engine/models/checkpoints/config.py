@@ -21,6 +21,7 @@ from quire_engine.models.registry import (
     POOLING_ARCHITECTURES,
     TEXT_TYPES,
     read_family,
+    unlisted_family,
 )
 
 LEAST_STATE_TOKENS = 256
@@ -122,7 +123,9 @@ class CheckpointConfig(ServedCheckpoint):
     def from_folder(cls, folder: Path) -> "CheckpointConfig":
         """Read and check a folder's configuration. Raises CheckpointError if its model cannot be served."""
         fields = read_config(folder)
-        architecture = read_architecture(fields, (*ARCHITECTURES, *POOLING_ARCHITECTURES))
+        named = architecture_named(fields)
+        unlisted = () if unlisted_family(named, fields) is None else (named,)
+        architecture = read_architecture(fields, (*ARCHITECTURES, *POOLING_ARCHITECTURES, *unlisted))
         fields, options = read_family(architecture, fields)
         checkpoint = cls.from_fields(folder, fields, architecture, options)
         return replace(checkpoint, head=read_head(architecture, fields, checkpoint.hidden_size))
@@ -157,7 +160,12 @@ class CheckpointConfig(ServedCheckpoint):
     @property
     def has_other_parts(self) -> bool:
         """Whether the text model is a part of the checkpoint, under a name of its own."""
-        return self.architecture in TEXT_TYPES
+        return self.architecture.endswith("ForConditionalGeneration")
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether its architecture is known, and not only that of its text model."""
+        return self.architecture in ARCHITECTURES or self.architecture in POOLING_ARCHITECTURES
 
     @property
     def can_generate(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import (
     make_layers,
     read_attention,
@@ -224,6 +224,13 @@ def gemma4(fields: Fields) -> ModelOptions:
         logits_soft_cap=fields.positive_or_null("final_logit_softcapping", None),
         renamed=GEMMA4_NAMES,
     )
+
+
+def with_placeholders(options: LayerInputOptions, outer: Fields, text: Fields) -> LayerInputOptions:
+    """The same for a model that takes images: its placeholders have the layers' inputs of padding."""
+    tokens = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
+    placeholders = tuple(outer.integer(name, 0, MAX_POSITIONS, default) for name, default in tokens.items())
+    return replace(options, placeholders=placeholders, padding=text.integer("pad_token_id", 0, MAX_SIZE, 0))
 
 
 def gemma4_unified(fields: Fields) -> ModelOptions:

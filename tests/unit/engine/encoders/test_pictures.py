@@ -32,7 +32,8 @@ def closing_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
         llm.shutdown()
 
 
-@pytest.mark.parametrize("name", PICTURES)
+# Where tokens that are sampled mean something else to transformers once all are computed again, rows are compared.
+@pytest.mark.parametrize("name", [name for name, own in PICTURES.items() if not own.get("rows_alone")])
 def test_exact(name: str, folder: Path) -> None:
     tokenizer, family = AutoTokenizer.from_pretrained(folder), find_family(folder)
     assert family is not None
@@ -60,7 +61,7 @@ def test_exact(name: str, folder: Path) -> None:
         assert completion.logprobs is not None
         found = [entry[i].logprob for entry, i in zip(completion.logprobs, token_ids, strict=True)]
         # One row of a hybrid amplifies rounding: with plain torch's kernels it differs by as much from the others.
-        assert found == pytest.approx(logprobs, abs=2e-3 if name.startswith("qwen3-5") else 3e-4)
+        assert found == pytest.approx(logprobs, abs=2e-3 if name.startswith("qwen3-5") else 1e-4)
 
 
 @pytest.mark.parametrize("name", ["gemma3"])
