@@ -20,11 +20,12 @@ __all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
 
 ARCHITECTURES = {
     "bamba": "granitehybrid", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2",
-    "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "granite": "granite", "granitemoe": "granitemoe",
-    "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
-    "llama": "llama", "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
-    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next", "smollm3": "smollm3",
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite",
+    "granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe", "llama": "llama", "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2",
+    "olmo3": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
+    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
+    "smollm3": "smollm3",
 }  # fmt: skip
 """`model_type` → llama.cpp's name."""
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
@@ -84,6 +85,7 @@ def write_gguf(
         The tensors of the checkpoint as the file has them, by their names there: those that are quantised, dequantised.
     """
     config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
     if config["model_type"] == "bamba":
         config["layer_types"] = ["mamba"] * config["num_hidden_layers"]
         for i in config["attn_layer_indices"]:
@@ -95,7 +97,9 @@ def write_gguf(
     split_name = "lfm2" if arch.startswith("lfm2") else "gpt-2"
     _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), split_name)
     weights = load_file(folder / "model.safetensors")
-    num_mtp = int(any(name.startswith("mtp.") for name in weights)) or config.get("num_nextn_predict_layers", 0)
+    texts = {name: one for name, one in weights.items() if "vision" not in name}
+    behind = "mtp.", f"model.layers.{config['num_hidden_layers']}."
+    num_mtp = int(any(name.startswith(behind) for name in weights))
     num_layers = config["num_hidden_layers"] + num_mtp
     if num_mtp:
         writer.add_nextn_predict_layers(num_mtp)
@@ -108,6 +112,7 @@ def write_gguf(
     stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
 
     def name_of(own: str) -> str:
+        own = own.replace("language_model.", "")
         if own.startswith("mtp."):
             number, part = config["num_hidden_layers"], own.split(".")[1]
             if part in _MTP_NAMES:
@@ -116,7 +121,7 @@ def write_gguf(
         own = re.sub(r"model\.(.*)(block_sparse_moe|feed_forward)\.experts", r"\1feed_forward.experts", own)
         return names.get_name(own, (".weight", ".bias")) or own
 
-    for name, tensor in weights.items():
+    for name, tensor in texts.items():
         kind = next((kind for end, kind in (kinds or {}).items() if name.endswith(end)), "F32")
         stored = tensor.float()
         if kind != "F32":
@@ -150,7 +155,8 @@ def _quantised(tensor: torch.Tensor, kind: str, seed: int) -> tuple[torch.Tensor
     if kind in ("F16", "BF16"):
         stored = gguf.quants.quantize(tensor.float().numpy(), dtype)
     else:
-        stored = random_blocks(kind, *tensor.shape, seed)
+        rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+        stored = random_blocks(kind, rows, columns, seed).reshape(*tensor.shape[:-1], -1)
     return torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, dtype))
 
 
@@ -176,12 +182,14 @@ def _converted(
             keys = 2 * num_keys * config["linear_key_head_dim"]
         each = config["linear_num_value_heads"] // num_keys
         tensor = torch.cat((tensor[:keys], _swapped(tensor[keys:], 0, num_keys, each)))
+    if name.endswith("experts.gate_up_proj") and arch == "gemma4":
+        return [(f"{name}.weight", tensor)]
     if name.endswith("experts.gate_up_proj") and arch == "qwen35moe":
         place = name.removesuffix("gate_up_proj")
         return [
             (f"{place}{one}_proj.weight", half) for one, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
         ]
-    if name.endswith("experts.down_proj") and arch == "qwen35moe":
+    if name.endswith("experts.down_proj") and arch in ("gemma4", "qwen35moe"):
         return [(f"{name}.weight", tensor)]
     if part == "kv_b_proj" and latent_split:
         nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -225,6 +233,11 @@ def _converted(
         return [(f"{name}.weight", tensor)]
     if name.endswith("e_score_correction_bias"):
         return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
+    if name.endswith("layer_scalar"):
+        return [(f"{name}.weight", tensor)]
+    if name.endswith((".router.scale", ".per_expert_scale")):
+        layer = name.partition(".router.")[0].replace("model.layers", "blk")
+        return [(f"{layer}.{'ffn_gate_inp' if name.endswith('.router.scale') else 'ffn_down_exps'}.scale", tensor)]
     if name.endswith("shared_expert_gate.weight"):
         return [(name, tensor[0])]
     return [(name, tensor)]
@@ -238,7 +251,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
     if arch in ("granitehybrid", "lfm2", "lfm2moe"):
         kv_heads = config["num_key_value_heads"]
         writer.add_head_count_kv([0 if kind in _RECURRENT else kv_heads for kind in config["layer_types"]])
-    else:
+    elif arch != "gemma4":
         writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
     if arch in _STATE_SIZES:
         conv, state, groups, heads_of_states, head_size = (config[name] for name in _STATE_SIZES[arch])
@@ -264,15 +277,18 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
     if config.get("block_auto_adjust_ff_dim"):
         multiple, factor = config["block_multiple_of"], config["block_ffn_dim_multiplier"]
         size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    if arch == "gemma4":
+        size = _write_gemma4(writer, config)
     if size:
         writer.add_feed_forward_length(size)
     writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
-    if config.get("head_dim") and not latent:
+    if config.get("head_dim") and not latent and arch != "gemma4":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     _write_rope(writer, config, arch)
     for name, add in (
-        ("num_experts_per_tok", writer.add_expert_used_count), ("sliding_window", writer.add_sliding_window),
+        ("num_experts_per_tok", writer.add_expert_used_count), ("top_k_experts", writer.add_expert_used_count),
+        ("sliding_window", writer.add_sliding_window),
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
@@ -289,6 +305,15 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
             break
     if arch == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if arch in ("deepseek2", "glm4moe"):
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if arch == "glm4moe":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if latent:
         rope, nope, value = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
         if config["q_lora_rank"] is not None:
@@ -298,24 +323,45 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
         writer.add_value_length(config["kv_lora_rank"])
         writer.add_key_length_mla(nope + rope)
         writer.add_value_length_mla(value)
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-        writer.add_expert_shared_count(config["n_shared_experts"])
-        writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
         is_v3 = config["model_type"] == "deepseek_v3"
         writer.add_expert_weights_norm(config["norm_topk_prob"] if is_v3 else False)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
 
 
+def _write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> list[int] | int:
+    """The fields that only Gemma 4 has. Returns the sizes of feed-forwards."""
+    kinds, (full, *_) = config["layer_types"], config["per_layer_config"].values()
+    number, size, shared = len(kinds), config["intermediate_size"], config["num_kv_shared_layers"]
+    kv_heads = config["num_key_value_heads"]
+    full_heads = full.get("num_key_value_heads", kv_heads)
+    is_same = full_heads == kv_heads
+    writer.add_head_count_kv(
+        kv_heads if is_same else [full_heads if kind == "full_attention" else kv_heads for kind in kinds]
+    )
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    for add, own in (
+        (writer.add_key_length, full["head_dim"]), (writer.add_value_length, full["head_dim"]),
+        (writer.add_key_length_swa, config["head_dim"]), (writer.add_value_length_swa, config["head_dim"]),
+        (writer.add_rope_dimension_count_swa, config["head_dim"]),
+    ):  # fmt: skip
+        add(own)
+    turned = int(full["head_dim"] * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1] * turned + [1e30] * (full["head_dim"] // 2 - turned), "f4"))
+    return [size * (1 + (i >= number - shared)) for i in range(number)] if config["use_double_wide_mlp"] else size
+
+
 def _write_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        if arch == "gemma3":
+        if arch in ("gemma3", "gemma4"):
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotated = config["qk_rope_head_dim"] if arch == "deepseek2" else head_size
+    if arch == "gemma4":
+        rotated, rope = next(iter(config["per_layer_config"].values()))["head_dim"], {"rope_theta": rope["rope_theta"]}
     writer.add_rope_dimension_count(int(rotated * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
     kind = rope.get("rope_type", "default")

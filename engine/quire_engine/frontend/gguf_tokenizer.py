@@ -61,7 +61,8 @@ def write_tokenizer(folder: Path, values: Mapping[str, Any], source: Path) -> No
 class _Tokenizer:
     def __init__(self, values: Mapping[str, Any], source: Path) -> None:
         self.source, self.values = source, values
-        self.kind, self.split = self.get("model", ""), self.get("pre", "default")
+        named, self.split = self.get("model", ""), self.get("pre", "default")
+        self.kind = "llama" if named == "gemma4" else named  # which has merges of its own
         self.tokens = self.items("tokens", str)
         self.types = self.items("token_type", int) or [1] * len(self.tokens)
         if self.kind not in ("gpt2", "llama"):

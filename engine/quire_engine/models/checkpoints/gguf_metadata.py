@@ -19,6 +19,7 @@ from quire_engine.models.checkpoints.gguf_types import FORMATS, Array
 
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM", "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM", "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM", "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM",
@@ -30,8 +31,12 @@ ARCHITECTURES = {
 """llama.cpp's name → transformers'; see `_architecture`."""
 INTERLEAVED = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 """Architectures whose queries and keys llama.cpp reorders: rows that are rotated together are side by side."""
-GEMMAS = ("gemma2", "gemma3")
-WHOLE = {"token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm"}
+GEMMAS = ("gemma2", "gemma3", "gemma4")
+WHOLE = {
+    "token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm",
+    "per_layer_token_embd": "embed_tokens_per_layer", "per_layer_model_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+}  # fmt: skip
 LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
@@ -45,6 +50,15 @@ LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
 """The tensors of a layer that are one tensor here and there."""
+GEMMA4_LAYER = {
+    "layer_output_scale.weight": "layer_scalar", "inp_gate.weight": "per_layer_input_gate.weight",
+    "proj.weight": "per_layer_projection.weight", "post_norm.weight": "post_per_layer_input_norm.weight",
+    "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
+    "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
+    "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight", "ffn_gate_inp.weight": "moe.gate.weight",
+    "ffn_gate_inp.scale": "moe.gate_norm.weight", "ffn_down_exps.scale": "moe.expert_scale.weight",
+}  # fmt: skip
+"""Those that Gemma 4 has besides, or instead."""
 EXPERTS = {
     "ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",),
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
@@ -60,6 +74,8 @@ DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 """They are read as a part of the configuration."""
 END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|call|>")
 """Tokens that end an answer, which some files name as such only by their text, as llama.cpp knows them."""
+UNTURNED = 1e29
+"""Features whose frequencies are divided by more are not rotated."""
 MAX_EXPERTS = 1 << 12
 """Experts of a layer; the largest real ones have an eighth of it."""
 MAX_TENSORS = 1 << 17
@@ -150,7 +166,9 @@ class Metadata:
             "final_logit_softcapping": get("final_logit_softcapping"),
         }
         if self.kind in GEMMAS:
-            fields |= self._gemma()
+            fields |= self._gemma4() if self.kind == "gemma4" else self._gemma()
+        if self.kind == "glm4moe":
+            fields |= {**self._balanced(), "use_qk_norm": self.has_any(".attn_q_norm.weight")}
         if self.kind == "gpt-oss":
             fields["intermediate_size"] = expert_size
         if self.kind == "deepseek2":
@@ -195,13 +213,52 @@ class Metadata:
             size = self.size("embedding_length") // self.size("attention.head_count")
         return {**fields, "query_pre_attn_scalar": size, "rope_local_base_freq": self.get("rope.freq_base_swa", 1e4)}
 
+    def _gemma4(self) -> dict[str, Any]:
+        """Layers that see all keys have sizes of their own."""
+        get, windows = self.get, self.per_layer("attention.sliding_window_pattern")
+        sizes = get("feed_forward_length")
+        wide = self.per_layer("feed_forward_length") if isinstance(sizes, Array) else [sizes]
+        kv_heads = get("attention.head_count_kv")
+        each = self.kv_heads if isinstance(kv_heads, Array) else [kv_heads] * len(windows)
+        full = [number for number, has_window in enumerate(windows) if not has_window]
+        with_window = next((one for one, has_window in zip(each, windows, strict=True) if has_window), each[0])
+        inputs = self._stored.get("per_layer_token_embd.weight")
+        return {
+            "layer_types": ["sliding_attention" if one else "full_attention" for one in windows],
+            "head_dim": get("attention.key_length_swa"),
+            "num_key_value_heads": with_window,
+            "per_layer_config": {
+                str(number): {"head_dim": get("attention.key_length"), "num_key_value_heads": each[number]}
+                for number in full
+            },
+            "attention_k_eq_v": bool(full) and not self._has(f"blk.{full[0]}.attn_v.weight"),
+            "num_kv_shared_layers": get("attention.shared_kv_layers", 0),
+            "intermediate_size": wide[0],
+            "use_double_wide_mlp": len(set(wide)) > 1,
+            "hidden_size_per_layer_input": get("embedding_length_per_layer_input", 0),
+            "vocab_size_per_layer_input": None if inputs is None else inputs.shape[0],
+            "enable_moe_block": bool(get("expert_count")),
+            "top_k_experts": get("expert_used_count"),
+        }
+
+    def _balanced(self) -> dict[str, Any]:
+        """DeepSeek's choice of experts."""
+        return {
+            "first_k_dense_replace": self.get("leading_dense_block_count", 0),
+            "n_shared_experts": self.get("expert_shared_count"),
+            "routed_scaling_factor": self.get("expert_weights_scale") or 1.0,
+            "norm_topk_prob": self.get("expert_weights_norm", False),
+            "n_group": self.get("expert_group_count") or 1,
+            "topk_group": self.get("expert_group_used_count") or 1,
+        }
+
     def _deepseek(self, num_experts: Any) -> dict[str, Any]:
         get, rope_size = self.get, self.size("rope.dimension_count")
         key_size = get("attention.key_length_mla") or self.size("attention.key_length")
-        groups, top_groups = get("expert_group_count"), get("expert_group_used_count")
+        fields, groups, top_groups = self._balanced(), get("expert_group_count"), get("expert_group_used_count")
         if not groups:  # older files do not say it of the models that have them
             groups, top_groups = (8, 3) if num_experts == 160 else (8, 4) if num_experts == 256 else (1, 1)
-        fields = {
+        fields |= {
             "head_dim": rope_size,
             "num_key_value_heads": get("attention.head_count"),
             "q_lora_rank": get("attention.q_lora_rank"),
@@ -209,10 +266,6 @@ class Metadata:
             "qk_rope_head_dim": rope_size,
             "qk_nope_head_dim": key_size - rope_size if type(key_size) is int else key_size,
             "v_head_dim": get("attention.value_length_mla") or get("attention.value_length"),
-            "first_k_dense_replace": get("leading_dense_block_count", 0),
-            "n_shared_experts": get("expert_shared_count"),
-            "routed_scaling_factor": get("expert_weights_scale") or 1.0,
-            "norm_topk_prob": get("expert_weights_norm", False),
             "n_group": groups,
             "topk_group": top_groups,
         }
@@ -224,7 +277,8 @@ class Metadata:
         """A number for each layer."""
         value = self.get(name)
         numbers = value.read() if isinstance(value, Array) and value.kind in FORMATS and value.count < 1 << 16 else []
-        if len(numbers) != self.get("block_count") or not all(isinstance(one, int) for one in numbers):
+        is_whole = len(numbers) == self.get("block_count") and all(isinstance(one, int) for one in numbers)
+        if not is_whole or not numbers[: self.num_layers]:
             raise CheckpointError(
                 f"{self.path}: {self.kind}.{name} is {brief(value)}; it must be a number for each layer"
             )
@@ -242,6 +296,15 @@ class Metadata:
     def _rope(self) -> dict[str, Any]:
         get = self.get
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
+        if self.kind == "gemma4":
+            freqs = self._stored.get("rope_freqs.weight")
+            factors = [1.0] if freqs is None else self._read_floats(freqs)
+            turned = sum(one < UNTURNED for one in factors) / len(factors)
+            rope |= {"rope_type": "proportional", "partial_rotary_factor": turned}
+            return {
+                "full_attention": {name: value for name, value in rope.items() if value is not None},
+                "sliding_attention": {"rope_theta": get("rope.freq_base_swa", 1e4)},
+            }
         head_size, rotated = get("attention.key_length"), get("rope.dimension_count")
         if head_size is None and self.kind != "deepseek2":
             head_size = self.size("embedding_length") // self.size("attention.head_count")
@@ -299,7 +362,7 @@ class Metadata:
             return {f"{WHOLE[whole]}.{kind}": tensor}
         if whole == "token_embd_norm" and self.kind in LFMS:  # what the last norm is called
             return {f"norm.{kind}": tensor}
-        match = re.fullmatch(r"blk\.(\d{1,5})\.(?:([\w.]+)\.(?:weight|bias)|(ssm_[ad]))", name)
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(?:([\w.]+)\.(?:weight|bias|scale)|(ssm_[ad]))", name)
         if match is None:
             return {name: tensor}
         number, part = int(match[1]), match[2] or match[3]
@@ -310,8 +373,11 @@ class Metadata:
                 return {f"{'mtp' if number == num_layers else layer}.{NEXTN[part]}.{kind}": tensor}
         if is_of_state(self.kind, part):
             return state_parts(self, layer, part, kind, tensor)
+        if self.kind == "gemma4" and f"{part}.{kind}" in GEMMA4_LAYER:
+            return {f"{layer}.{GEMMA4_LAYER[f'{part}.{kind}']}": tensor}
         if part in EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
-            return self._experts(f"{layer}.mlp.experts", kind, EXPERTS[part], tensor)
+            module = "moe" if self.kind == "gemma4" else "mlp"
+            return self._experts(f"{layer}.{module}.experts", kind, EXPERTS[part], tensor)
         if self.kind == "phi3" and part == "attn_qkv":
             heads, kv_heads = self.size("attention.head_count"), self.size("attention.head_count_kv")
             names = [f"{layer}.self_attn.{one}_proj.{kind}" for one in "qkv"]

@@ -58,6 +58,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-5-moe": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "num_hidden_layers": 7},
+    "gemma4": {},
+    "gemma4-moe": {},
+    "gemma4-conditional": {},
+    "glm4-moe": {},
     "phi3": {},
     "gpt-oss": {},
     "olmo2": {},
@@ -134,7 +138,8 @@ def test_an_architecture_generates_what_it_does_from_safetensors(
     assert_same(outputs_of(file), outputs_of(folder))
     ours, theirs = (CheckpointConfig.from_folder(one) for one in (file, folder))
     assert ours.dtype == "bfloat16"
-    same = ("architecture", "vocab_size", "num_heads", "head_size", "tie_word_embeddings", "eos_token_ids", "windows")
+    assert ours.architecture == theirs.architecture.replace("ForConditionalGeneration", "ForCausalLM")
+    same = ("vocab_size", "num_heads", "head_size", "tie_word_embeddings", "eos_token_ids", "windows")
     assert [getattr(ours, one) for one in same] == [getattr(theirs, one) for one in same]
 
 
@@ -162,7 +167,7 @@ def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], t
 
 
 def test_ranks_have_slices_of_permuted_and_stacked_tensors(make: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next", "qwen3-5"):
+    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next", "qwen3-5", "gemma4-moe"):
         folder, file = make(name, **FAMILIES[name]), tmp_path / f"{name}.gguf"
         write_gguf(folder, file)
         assert_same(outputs_of(file, tensor_parallel_size=2), outputs_of(folder))
@@ -235,6 +240,7 @@ MIXED = {
 }  # fmt: skip
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "gemma4-moe": {"global_head_dim": 128, "moe_intermediate_size": 256},
     "granite-hybrid": {"mamba_n_heads": 8, "mamba_d_head": 64},
     "lfm2-moe": {"moe_intermediate_size": 256},
     "qwen3-moe": {"moe_intermediate_size": 256},
@@ -243,7 +249,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-PARTS = {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mixer.out_proj", "mlp"}
+PARTS = {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mixer.out_proj", "mlp", "moe"}
 
 
 @pytest.mark.parametrize(
@@ -263,8 +269,10 @@ PARTS = {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mixer.out_pr
         ("qwen3-5", {"0.linear_attn.out_proj.weight": "Q5_K", "1.linear_attn.out_proj.weight": "Q6_K",
                      "3.linear_attn.out_proj.weight": "Q8_0", "in_proj_qkv.weight": "Q4_K", "in_proj_z.weight": "Q6_K",
                      "in_proj_a.weight": "Q8_0", "in_proj_b.weight": "Q8_0"}),
+        ("gemma4-moe", {"experts.gate_up_proj": "Q4_K", "experts.down_proj": "Q8_0", "proj.weight": "Q5_0"}),
     ],
-    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba", "delta", "tiled-delta"],
+    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba", "delta", "tiled-delta",
+         "stacked-experts"],
 )  # fmt: skip
 def test_quantised_weights_are_the_numbers_that_they_stand_for(
     name: str, kinds: dict[str, str], make: Callable[..., Path], tmp_path: Path
@@ -282,7 +290,8 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(
         for path in PARTS.intersection(names):
             width = own.get_submodule(path).projections[0].shape[1] if path == "mixer.out_proj" else 256
             rows = torch.randn(9, width, generator=torch.Generator().manual_seed(0))
-            results = [layer.get_submodule(path)(rows) for layer in (own, theirs_layer)]
+            inputs = (rows, rows) if path == "moe" else (rows,)
+            results = [layer.get_submodule(path)(*inputs) for layer in (own, theirs_layer)]
             assert (results[0] - results[1]).norm() < 0.03 * results[1].norm()
     logits = [model.compute_logits(x) for model in (one, other)]
     assert logits[0] is not None
@@ -453,6 +462,8 @@ def test_sentencepiece_begins_with_a_space_and_falls_back_to_bytes(
     assert tokenizer.decode(tokenizer.encode("ab é<x>b", add_special_tokens=False)) == "ab é<x> b"
     plain = sentencepiece(monkeypatch, tmp_path, add_space_prefix=False, add_bos_token=False)
     assert plain.tokenize("aba", add_special_tokens=True) == ["ab", "a"]
+    gemma = sentencepiece(monkeypatch, tmp_path, model="gemma4", merges=["▁ a", "a b"], add_space_prefix=False)
+    assert gemma.tokenize("a ab") == ["a", "▁a", "b"], "in the order of the file's merges"
     both = sentencepiece(monkeypatch, tmp_path, add_eos_token=True)
     assert both.tokenize("ab", add_special_tokens=True) == ["<s>", "▁ab", "</s>"]
 
@@ -508,6 +519,8 @@ LLAMA = {
 }  # fmt: skip
 LFM2 = {"general.architecture": string("lfm2"), **{key.replace("llama.", "lfm2."): one for key, one in LLAMA.items()
                                                    if key.startswith("llama.")}}  # fmt: skip
+GEMMA = {"general.architecture": string("gemma4"), **{key.replace("llama.", "gemma4."): one for key, one in
+                                                      LLAMA.items() if key.startswith("llama.")}}  # fmt: skip
 HEADS = "llama.attention.head_count"
 QWEN = {"general.architecture": string("qwen35"), **{f"qwen35.{name}": u32(value) for name, value in (
     ("block_count", 1), ("embedding_length", 32), ("attention.head_count", 2), ("feed_forward_length", 32),
@@ -590,6 +603,16 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf_file({**QWEN, "qwen35.attention.recurrent_layers": string("all")}, ONE, DATA),
         "recurrent_layers is 'all'; it must be a number for each layer",
     ),
+    "no window's layers": (
+        gguf_file({**GEMMA, "gemma4.attention.sliding_window_pattern": u32(6)}, ONE, DATA),
+        "sliding_window_pattern is 6; it must be a number for each layer",
+    ),
+    "windows of no layer": (
+        gguf_file({**GEMMA, "gemma4.block_count": u32(0),
+                   "gemma4.attention.sliding_window_pattern": array(U32, 0)}, ONE, DATA), "an array of 0; it must be"),
+    "layers behind others that there are not": (
+        gguf_file({**GEMMA, "gemma4.nextn_predict_layers": u32(7),
+                   "gemma4.attention.sliding_window_pattern": array(U32, 1, bytes(4))}, ONE, DATA), "an array of 1;"),
     "a scaling that there is not": (
         gguf_file({**LLAMA, "llama.rope.scaling.type": string("magic")}, ONE, DATA), "scaling.type is 'magic'"
     ),
