@@ -96,7 +96,7 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
         return LoraWeight(rank, in_features, out_features, a, b, is_packed=False)
     group = GROUPS[a_RK.dtype]
     a = a_RK.new_empty(a_RK.numel())
-    for panel, rows in zip(a.split(LORA_PANEL * in_features), a_RK.split(LORA_PANEL), strict=True):
+    for panel, rows in zip(torch.split(a, LORA_PANEL * in_features), torch.split(a_RK, LORA_PANEL), strict=True):
         _by_group(panel.view(-1, group * len(rows))).copy_(_by_group(rows).t())
     b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
     b, num_groups = b_NR.new_zeros(b_NR.numel() + _TILE), b_NR.shape[1] // group
