@@ -1,4 +1,4 @@
-"""DraftChances: how likely drafts really are accepted, by the chance that whatever drafts gives them.
+"""DraftChances: how often drafts are accepted, by the chance that their proposer states.
 
 A model that drafts says how likely it finds a token. It is accepted more often than that where the model that it drafts
 for takes its likeliest token: both may have the same favourite and be unsure of it. So drafts are compared with the

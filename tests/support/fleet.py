@@ -71,6 +71,7 @@ class Engine:
 
     def add_request(self, request: EngineCoreRequest) -> int:
         self.requests[request.request_id] = request
+        self.num_tokens[request.request_id] = 0  # it may have been here before
         self._num_sent += 1
         return self._num_sent
 
@@ -83,6 +84,8 @@ class Engine:
     async def call_utility(self, call: Any) -> bool:
         if isinstance(call, Sleep) and call.level > 2:
             raise EngineError("there is no such level")
+        if self.is_alive:
+            await self._outputs.join()  # an answer comes after the outputs before it
         if isinstance(call, ReportPrefixCache):
             self.reports_prefixes = True
         else:
@@ -91,6 +94,7 @@ class Engine:
 
     async def get_output(self) -> EngineCoreOutputs:
         outputs = await self._outputs.get()
+        self._outputs.task_done()
         if isinstance(outputs, str):
             raise EngineDeadError(outputs)
         return outputs

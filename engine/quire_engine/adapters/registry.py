@@ -147,7 +147,7 @@ class AdapterRegistry:
         return found
 
     def _note_end(self, info: AdapterInfo | None) -> None:
-        """Note that a name means something else, or nothing. The lock is held."""
+        """Unpin what no name pins any more. The caller holds the lock."""
         pinned = {one.digest for one in self._infos.values() if one.is_pinned}
         if info is not None and info.is_pinned and info.digest not in pinned:
             self._unpinned.append(info.adapter)

@@ -186,7 +186,7 @@ class EngineCoreProcess:
                 return
 
     def _add(self, request_id: str, number: int, payload: bytes) -> None:
-        """A message that does not decode or validate ends that request, and nothing else."""
+        """Add a request; if its message does not decode or validate, only this request ends."""
         try:
             self._core.add_request(self._request_decoder.decode(payload), number)
         except Exception as error:
@@ -234,7 +234,7 @@ class EngineCoreProcess:
         self._output.send(self._encoder.encode(message), copy=False)
 
     def _adapters_to_send(self, stats: AdapterStats) -> AdapterStats | None:
-        """They are large: sent only when they have changed, and seldom while there is work."""
+        """They are large, so only changes are sent, and those seldom while there is work."""
         now = time.monotonic()
         if stats is self._sent_adapters:
             return None

@@ -432,7 +432,7 @@ class EngineCore:
         return True
 
     def _clear(self, what: str) -> None:
-        """Have no step in flight, no cached prefix and no adapter. Raises EngineError if requests are live."""
+        """Drop steps in flight, cached prefixes and adapters. Raises EngineError if requests are live."""
         if self.scheduler.requests:
             raise EngineError(f"{what}: {len(self.scheduler.requests)} requests are live; let them end or abort them")
         self._drop_in_flight()  # of requests that were aborted

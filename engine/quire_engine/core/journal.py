@@ -119,8 +119,8 @@ class Journal:
         return request_id in self._unsent
 
     def add(self, request: EngineCoreRequest, timeline: Timeline | None = None) -> None:
-        """Take a request, with its tokens so far if the front of this host replays it. `take_unsent` returns it when it
-        may be sent. Its timeline is written from here on."""
+        """Add a request; one that the front of this host replays has output tokens already. `take_unsent` returns it
+        when it may be sent. Its timeline is written from here on."""
         entry = JournalEntry(
             request, timeline or Timeline(self._clock()), request.output_token_ids.copy(), request.num_preemptions,
             was_sent=request.is_replay,

@@ -53,7 +53,7 @@ class LockstepProcess(EngineCoreProcess):
                 self._rest()
 
     def _arrive(self) -> None:
-        """Come to the next meeting."""
+        """Arrive at the next meeting."""
         self._group.begin(self._group.present_generation)
         self._group.arrive(HAS_WORK * self._core.has_requests() + SLEEPS * (self._core.sleep_level > 0))
         self._has_arrived = True

@@ -43,7 +43,7 @@ from quire_engine.messages import (
 )
 
 READY = 0
-"""Number of the answer that a worker sends without a call: it is ready."""
+"""Call id of the message by which a worker reports that it is ready."""
 SHUTDOWN_SECONDS = 3.0
 """Timeout of workers that end by themselves, before they are killed."""
 ERRORS: dict[str, type[Exception]] = {

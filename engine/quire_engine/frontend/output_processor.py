@@ -2,25 +2,20 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, overload
-
-import numpy as np
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from quire_engine.errors import RequestError, is_failure
+from quire_engine.frontend.logprobs import LogprobsProcessor
 from quire_engine.frontend.request_state import ParentRequest, RequestState
-from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder, token_bytes
+from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
-    PromptLogprobs,
-    TokenLogprobs,
 )
-from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOutput
+from quire_engine.outputs import CompletionOutput, OnOutput, RequestOutput
 from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats, LiveRequestStats
 from quire_engine.timeline import PhaseChange, Timeline, note_changes
@@ -36,8 +31,7 @@ class OutputProcessor:
         self._decoder = TokenDecoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
-        self._token_bytes = token_bytes(tokenizer)
-        self._token_texts: dict[int, tuple[str, list[int] | None]] = {}
+        self._logprobs = LogprobsProcessor(tokenizer)
         self._num_running = 0
         """Requests that ran in the engine core's latest step."""
 
@@ -234,14 +228,14 @@ class OutputProcessor:
         if are_plain and state.detokenizer.extend(new_token_ids):
             completion.token_ids, new_token_ids = list(new_token_ids), []
         for i, token_id in enumerate(new_token_ids):
-            text_offset = 0 if output.logprobs is None else self._text_offset(state, token_id)
+            text_offset = 0 if output.logprobs is None else self._logprobs.text_offset(state, token_id)
             is_last = i == len(new_token_ids) - 1
             stop = state.detokenizer.append(
                 token_id, is_stop_token=is_last and output.finish_reason is FinishReason.STOP
             )
             completion.token_ids.append(token_id)
             if output.logprobs is not None:
-                self._add_logprobs(state, completion, output.logprobs[i], text_offset)
+                self._logprobs.add(state, completion, output.logprobs[i], text_offset)
             if stop is not None:
                 completion.finish_reason, completion.stop_reason = str(FinishReason.STOP), stop
                 break
@@ -270,7 +264,7 @@ class OutputProcessor:
             pooled=output.pooled,
         )
         if output.prompt_logprobs is not None:
-            result.prompt_logprobs = _UnpackedLogprobs(output.prompt_logprobs, partial(self._logprob, state))
+            result.prompt_logprobs = self._logprobs.of_prompt(state, output.prompt_logprobs)
         if finished:
             del self._states[request.request_id]
             assert completion.finish_reason is not None
@@ -301,80 +295,10 @@ class OutputProcessor:
                 self._states.pop(live_id, None)
         state.on_output(result)
 
-    def _add_logprobs(
-        self, state: RequestState, completion: CompletionOutput, entries: TokenLogprobs, text_offset: int
-    ) -> None:
-        assert state.cumulative_logprob is not None
-        state.cumulative_logprob += entries[0][1]
-        completion.logprobs = completion.logprobs or []
-        position = {token_id: self._logprob(state, token_id, logprob, rank) for token_id, logprob, rank in entries}
-        position[entries[0][0]].text_offset = text_offset
-        completion.logprobs.append(position)
-
     def _secondary_eos(self, token_id: int) -> int | None:
         """The stop reason of an end-of-sequence token: None for the tokenizer's own, else its id, as in vLLM."""
         primary = self._tokenizer.eos_token_id
         return None if primary is None or token_id == primary else token_id
-
-    def _logprob(self, state: RequestState, token_id: int, logprob: float, rank: int) -> Logprob:
-        text, own_bytes = self._token_text(token_id) if state.request.sampling_params.detokenize else (None, None)
-        return Logprob(logprob, rank, text, own_bytes)
-
-    def _text_offset(self, state: RequestState, token_id: int) -> int:
-        """Where the text of the next token begins; of one that continues a character, where that character begins."""
-        text, own_bytes = state.detokenizer.text, self._token_text(token_id)[1]
-        continues = own_bytes and 0x80 <= own_bytes[0] < 0xC0
-        return len(text.rstrip("\N{REPLACEMENT CHARACTER}") if continues else text)
-
-    def _token_text(self, token_id: int) -> tuple[str, list[int] | None]:
-        """A token's own text, and its bytes if these differ from the text's."""
-        if token_id not in self._token_texts:
-            own_bytes = self._token_bytes(token_id)
-            text = own_bytes.decode(errors="replace")
-            self._token_texts[token_id] = text, None if text.encode() == own_bytes else list(own_bytes)
-        return self._token_texts[token_id]
-
-
-class _UnpackedLogprobs(Sequence[dict[int, Logprob] | None]):
-    """A prompt's log-probabilities, unpacked on access: a long prompt has half a million.
-
-    Args:
-        chunks: from the worker, in order.
-        make: makes an entry from a token's id, log-probability and rank.
-    """
-
-    def __init__(self, chunks: list[PromptLogprobs], make: Callable[[int, float, int], Logprob]) -> None:
-        self._make = make
-        self._width = 1 + (chunks[0].num_logprobs if chunks else 0)
-        self._token_ids = np.frombuffer(b"".join(chunk.token_ids for chunk in chunks), np.int32)
-        self._logprobs = np.frombuffer(b"".join(chunk.logprobs for chunk in chunks), np.float32)
-        self._ranks = np.frombuffer(b"".join(chunk.ranks for chunk in chunks), np.int32)
-
-    def __len__(self) -> int:
-        return 1 + len(self._ranks)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        positions = range(len(self))[index]
-        return self._at(positions) if isinstance(positions, int) else list(map(self._at, positions))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    def __reduce__(self) -> Any:
-        """A copy or pickle is a plain list."""
-        return list, (list(self),)
-
-    def _at(self, position: int) -> dict[int, Logprob] | None:
-        if position == 0:
-            return None
-        row = slice((position - 1) * self._width, position * self._width)
-        ranks = (int(self._ranks[position - 1]), *range(1, self._width))
-        columns = zip(self._token_ids[row].tolist(), self._logprobs[row].tolist(), ranks, strict=True)
-        return {token_id: self._make(token_id, logprob, rank) for token_id, logprob, rank in columns}
 
 
 def _count_end(

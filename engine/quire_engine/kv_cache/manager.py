@@ -211,7 +211,7 @@ class KVCacheManager:
         return max(num_computed_tokens - window + 1, 0) // self.block_size
 
     def _longest_within_window(self, cached: "_CachedBlocks", length: int, window: int) -> int:
-        """How many of `length` blocks make a prefix of whose end the group has as much as the next token sees."""
+        """The longest prefix, of at most `length` blocks, after which the group has all that the next token sees."""
         first = self._first_seen(length * self.block_size, window)
         i = length - 1
         while i >= first:

@@ -198,7 +198,7 @@ class Replica(ABC):
         self._end(request_ids, str(error), error)
 
     def hold_new(self, holds: bool) -> None:
-        """Send the engine no requests from now on that none has had; or send them again, and those that were held."""
+        """Hold requests that no engine has had from now on; or send them again, the held ones first."""
         self._holds_new = holds
         self._send_unsent()
 

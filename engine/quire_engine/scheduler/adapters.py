@@ -226,7 +226,7 @@ class AdapterScheduler:
         return self._num_overtakes >= self._max_overtakes
 
     def _pin(self, adapter: Adapter) -> None:
-        """A cell stays for others: a request that an engine computes again may pin what is not pinned any more."""
+        """The oldest pin ends if no cell were left for others: a replayed request may pin one too many."""
         self._pinned.pop(adapter.digest, None)
         self._pinned[adapter.digest] = adapter
         if len(self._pinned) > self._max_pinned:

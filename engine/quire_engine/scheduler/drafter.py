@@ -269,7 +269,7 @@ class Drafter:
 
     @property
     def _is_awake(self) -> bool:
-        """Whether any request is."""
+        """Whether any request has proposals in every step."""
         return len(self._resting) < len(self._records)
 
     def _probe_interval(self) -> int:

@@ -150,7 +150,7 @@ class Scheduler:
             self._connector.close()
 
     def use_connector(self, connector: KVConnector) -> None:
-        """Keep blocks elsewhere from now on: those of other weights have another namespace. No request is live."""
+        """Replace the connector after a change of weights, whose blocks have another namespace. No request is live."""
         self.close()
         self._connector = connector
 
@@ -207,11 +207,9 @@ class Scheduler:
         if self._num_queued == len(self.waiting) and not is_loading:
             return None
         seconds = self._limits.seconds_until_overdue()
-        return (
-            seconds
-            if not is_loading
-            else min(LOADING_TURN_SECONDS, LOADING_TURN_SECONDS if seconds is None else seconds)
-        )
+        if is_loading and (seconds is None or seconds > LOADING_TURN_SECONDS):
+            return LOADING_TURN_SECONDS
+        return seconds
 
     def finish_request(self, request_id: str) -> Request | None:
         """End a request, running or waiting, and free its blocks at once; None if its id is unknown."""

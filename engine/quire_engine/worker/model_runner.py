@@ -72,7 +72,7 @@ class ModelRunner:
     def use_caches(
         self, kv_caches: KVCaches, group_ids: Sequence[int] = (), graphs: DecodeGraphs | None = None
     ) -> None:
-        """Keep keys and values here from now on. All that points to earlier caches or weights is dropped.
+        """Use these caches from now on, and drop what refers to earlier caches or weights.
 
         Args:
             kv_caches: per layer of this rank's stage; none: no step follows.

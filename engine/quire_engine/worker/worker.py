@@ -96,7 +96,7 @@ class Worker:
         self._expert_counters: ExpertCounters | None = None
         self._connector: ConnectorWorker | None = None
         self._expert_moves: ExpertMoves | None = None
-        """None of a model that transformers' code computes, and while the weights are discarded."""
+        """None for a model that transformers' code computes, and while the weights are discarded."""
         self._discarded_bytes: int | None = None
         """The size of the weights while they are discarded."""
         self._host_weights: HostWeights | None = None

@@ -130,8 +130,8 @@ def test_each_position_is_unpacked_when_it_is_read(
     tokenizer = load_tokenizer(checkpoint("tinypy"))
     ready = EngineCoreReady(vocab_size=4096, max_model_len=4096, num_kv_cache_tokens=4096)
     inputs, outputs = InputProcessor(tokenizer, ready), OutputProcessor(tokenizer)
-    made, make = [], outputs._logprob
-    monkeypatch.setattr(outputs, "_logprob", lambda *entry: (made.append(entry), make(*entry))[1])
+    made, make = [], outputs._logprobs._logprob
+    monkeypatch.setattr(outputs._logprobs, "_logprob", lambda *entry: (made.append(entry), make(*entry))[1])
 
     def packed(start: int, *ranks: int) -> PromptLogprobs:
         token_ids = np.array([[50 + start + i, 7] for i in range(len(ranks))], np.int32)

@@ -240,7 +240,7 @@ def test_a_panic_over_an_output_ends_that_request_only(place: str, monkeypatch: 
             panic()
         bad.append(output)
 
-    monkeypatch.setattr(outputs, "_token_bytes", panic)
+    monkeypatch.setattr(outputs._logprobs, "_token_bytes", panic)
     outputs.add_request(
         inputs.process([5, 6], SamplingParams(logprobs=0 if place == "built" else None), "bad"), deliver
     )

@@ -56,12 +56,12 @@ class RemoteLink(Link):
     # -- what the listener notes ---------------------------------------------------------------------------------------
 
     def note_ready(self, ready: EngineCoreReady, pid: int) -> None:
-        """It can take requests. Its processes are on another host, and are not supervised here."""
+        """The engine can take requests. Its processes are on another host, and are not supervised here."""
         self.pid = pid
         self.ready = msgspec.structs.replace(ready, worker_pids=[])
 
     def note_beat(self, beat: Beat) -> None:
-        """It is there. Its clock cannot be before this: a message that was under way for long says less than others."""
+        """The host is alive. The beat that took the least time gives the best estimate of its clock."""
         offset = beat.clock - time.monotonic()
         self._clock_offset = offset if self._clock_offset is None else max(self._clock_offset, offset)
         self._num_messages_waiting = beat.num_messages_waiting

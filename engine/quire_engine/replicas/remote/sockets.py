@@ -91,7 +91,7 @@ def monitor(socket: "zmq.Socket[Any]", events: int, on_event: Callable[[int, int
 
 
 class RareLog:
-    """Logs what strangers cause: each kind at most once in `RARE_SECONDS`, with the number of lines left out."""
+    """Warns of unknown peers: of each kind at most once in `RARE_SECONDS`, with the number of lines left out."""
 
     def __init__(self) -> None:
         self._next_at: dict[str, float] = {}

@@ -180,7 +180,7 @@ class InputBatch:
         }
 
     def lay_out_one(self, slot: int, start: int, end: int, token_offset: int = 0) -> dict[str, Any]:
-        """The same of one request: a small model's step is hardly longer than what `lay_out` takes."""
+        """The same for one request, in less time: a small model's step takes hardly longer than `lay_out`."""
         positions, token_slots = np.arange(start, end), np.full(end - start, slot)
         blocks, places = np.divmod(positions, self.block_size)
         return {

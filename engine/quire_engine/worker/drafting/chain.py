@@ -169,11 +169,11 @@ class ChainDrafter:
 
 
 class DraftedPositions:
-    """A drafting model stores its keys and values in the same blocks as the target's first group of layers, which keeps
-    all tokens, in a cache of its own. It computes
-    them when it drafts, so it may be behind; a block that is found in the prefix cache has what was computed when it
-    belonged to another request with the same tokens. (With a head, the last position of a found block has the
-    other request's next token for its input. That costs acceptance, where the two differ.)
+    """A drafting model has a cache of its own, with the same blocks as the target's first group of layers, which keeps
+    all tokens. It computes keys and values when it drafts, so it may be behind. A block that is found in the prefix
+    cache has what was computed when it belonged to another request with the same tokens. (With a head, the last
+    position of a found block has the other request's next token for its input. That costs acceptance, where the two
+    differ.)
 
     ::
 
