@@ -67,8 +67,8 @@ class ModelConfig:
     (W8A16); on a GPU the head is not quantised. `int4` has weights of 4 bits in groups of 32 input features with a
     scale each (W4A8), and the head of `int8`; it is for the CPU: on a GPU the weights are dequantised again. Codes of 4
     or 8 bits that a checkpoint has stay as they are with `int4`. `fp8` does the same as `int8` in e4m3, but for the
-    head, which is not quantised: GPUs from Ada on multiply it; on the CPU it is computed in float32, and is slow. Towers
-    of images have 8 bits with each."""
+    head, which is not quantised: GPUs from Ada on multiply it; on the CPU it is computed in float32, and is slow.
+    Towers of images have 8 bits with each."""
     max_model_len: Annotated[int, between(1)] | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     enforce_eager: bool = False
