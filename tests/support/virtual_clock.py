@@ -1,13 +1,23 @@
-"""An event loop whose time passes only when everybody sleeps, and then at once."""
+"""A clock that a test moves on, and an event loop whose time passes only when everybody sleeps, and then at once."""
 
 import asyncio
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["run_in_virtual_time"]
+__all__ = ["Clock", "run_in_virtual_time"]
 
 _T = TypeVar("_T")
+
+
+class Clock:
+    """Time that passes when it is told to, in seconds."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class _Selector(selectors.DefaultSelector):

@@ -18,18 +18,12 @@ from quire_cli.errors import CommandError
 from quire_cli.health import STALE_S, Health, HealthServer
 from quire_cli.ports import Endpoint
 from quire_client.health_details import HealthDetails, Host
+from support.virtual_clock import Clock
 
 STUB = StubStatus(
     pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
     num_in_flight=2, sending=0, num_instances=1,
 )  # fmt: skip
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

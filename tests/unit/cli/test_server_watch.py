@@ -6,13 +6,7 @@ import pytest
 from quire_backend.status_page import StubState, StubStatus
 from quire_cli.loaded_models import IndexedModel
 from quire_cli.server_watch import LOOK_S, Patience, without_past_unloads
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.virtual_clock import Clock
 
 
 def test_a_silence_lasts_from_the_last_move_on() -> None:

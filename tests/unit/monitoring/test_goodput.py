@@ -5,14 +5,7 @@ import random
 import pytest
 from quire_monitoring.definitions import WINDOWS
 from quire_monitoring.goodput import Goodput
-
-
-class Clock:
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
+from support.virtual_clock import Clock
 
 
 @pytest.fixture

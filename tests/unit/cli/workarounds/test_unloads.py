@@ -10,6 +10,7 @@ from quire_backend.status_page import StubState, StubStatus
 from quire_cli.server_watch import end_stub
 from quire_cli.workarounds.triton_2_51 import GRACE_S, IDLE_S, REPLACED_S, StuckUnloads, left_behind
 from quire_engine.system import process_state
+from support.virtual_clock import Clock
 
 STUB = StubStatus(
     pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
@@ -19,13 +20,6 @@ SUCCESSOR = replace(STUB, pid=8, start_time=2)
 OTHER = replace(STUB, pid=9, instance="m_0_1")
 UNLOADING = {("m", "1")}
 RETIRED = replace(STUB, state=StubState.RETIRED)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Asked(list[StubStatus]):

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from quire_engine.config import ParallelConfig
 from quire_engine.core.experts import ExpertLoadReport
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.virtual_clock import Clock
 
 
 def tokens(*rows: list[int]) -> Any:
@@ -20,7 +14,7 @@ def tokens(*rows: list[int]) -> Any:
 
 
 def test_the_busiest_rank_and_expert_of_what_was_computed_since() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     parallel = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True)
     report = ExpertLoadReport(parallel, clock)
     assert report.make(tokens([0] * 4, [0] * 4, [0] * 4), False) is None, "there is nothing to say yet"

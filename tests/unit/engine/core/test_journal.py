@@ -6,13 +6,7 @@ from quire_engine.core.journal import ISOLATION_TOKENS, MAX_CRASHES, MAX_ISOLATE
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.slo import SLOTargets
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.virtual_clock import Clock
 
 
 def request(request_id: str, max_tokens: int = 8, deadline_ms: float | None = None) -> EngineCoreRequest:

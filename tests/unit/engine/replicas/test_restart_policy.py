@@ -2,13 +2,7 @@
 
 from quire_engine.replicas.restart_policy import RestartPolicy
 from quire_engine.system.crash_loop import MAX_DEATHS, MAX_DELAY_SECONDS, STABLE_SECONDS
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.virtual_clock import Clock
 
 
 def test_engines_without_progress_are_started_ever_later_and_for_ever() -> None:

@@ -11,16 +11,9 @@ from quire_engine.replicas.router import STALLED_SECONDS, PrefixIndex, Router, b
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from quire_engine.stats import AdapterStats, SchedulerStats
+from support.virtual_clock import Clock
 
 BLOCK = 16
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def router(policy: str = "prefix", num_replicas: int = 2, **fields: Any) -> Router:
@@ -133,7 +126,7 @@ def test_in_turn() -> None:
 
 
 def test_a_replica_that_is_silent_while_it_has_work_is_stalled() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     one = router(clock=clock)
     clock.now = 50.0
     assert not one.is_stalled(0), "it has nothing to do"

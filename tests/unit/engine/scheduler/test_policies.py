@@ -8,23 +8,14 @@ from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import PriorityRequestQueue, Scheduler
 from quire_engine.scheduler.request import Request, RequestStatus
 from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step, undisturbed_output
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.virtual_clock import Clock
 
 
 class Engine:
     """A scheduler and a worker, and everything they put out."""
 
     def __init__(self, **settings: Any) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.scheduler = make_scheduler(clock=self.clock, **settings)
         self.runner = FakeModelRunner.for_scheduler(self.scheduler)
         self.ended: dict[str, EngineCoreOutput] = {}

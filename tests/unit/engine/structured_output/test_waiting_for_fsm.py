@@ -17,6 +17,7 @@ from support.scheduling import (
     run_step,
     undisturbed_output,
 )
+from support.virtual_clock import Clock
 
 
 class CountingGrammar:
@@ -172,16 +173,6 @@ def test_a_failed_step_does_not_advance_the_grammar() -> None:
         assert len(request.grammar.seen) == 6
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize(
     ("settings", "deadline_ms", "code"),
     [({}, 500.0, ErrorCode.DEADLINE), ({"max_queue_delay_ms": 500.0}, None, ErrorCode.UNAVAILABLE)],
@@ -189,7 +180,7 @@ class Clock:
 def test_time_runs_while_a_grammar_is_compiled(
     settings: dict[str, float], deadline_ms: float | None, code: ErrorCode
 ) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     scheduler = make_scheduler(clock=clock, **settings)
     runner = FakeModelRunner.for_scheduler(scheduler)
     request = structured([1, 2, 3])
