@@ -133,6 +133,17 @@ PICTURES: dict[str, dict[str, Any]] = {
         "image_processor": "deepseek_vl.image_processing_pil_deepseek_vl.DeepseekVLImageProcessorPil",
         "processor": "deepseek_vl.processing_deepseek_vl.DeepseekVLProcessor", "attributes": {"num_image_tokens": 16},
     },
+    "exaone4_5": {
+        "config": {"model_type": "exaone4_5", "vision_config": {
+            **QWEN_VISION, "num_key_value_heads": 1, "window_size": 28, "fullatt_block_indexes": [1],
+        }, "text_config": {**TEXT, "model_type": "exaone4_5_text", "pad_token_id": 0, "head_dim": 16}},
+        "tokens": ("<|image_pad|>", "<vision>", "</vision>", "<|video_pad|>"), "image_token": "<|image_pad|>",
+        "around": "<vision>{}</vision>", "pixels": QWEN["pixels"],
+        "ids": {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+        "names": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        "image_processor": "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        "processor": "exaone4_5.processing_exaone4_5.Exaone4_5_Processor",
+    },
     "gemma3": {
         "config": {"model_type": "gemma3", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
                    "mm_tokens_per_image": 4, "text_config": {

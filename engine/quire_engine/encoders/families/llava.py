@@ -136,9 +136,9 @@ class Mistral3(Llava):
 class LlavaNext(Llava):
     """LLaVA-NeXT."""
 
-    towers = ("clip_vision_model", "siglip_vision_model")
+    towers: tuple[str, ...] = ("clip_vision_model", "siglip_vision_model")
     tiles_processor = "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil"
-    default_points = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+    default_points: tuple[tuple[int, int], ...] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
     max_tiles: int | None = None
     """Whose states an image's tiles may have before they are resized; None: any number."""
 

@@ -2,6 +2,7 @@
 becomes, and its own code computes their hidden states. Code of a checkpoint is never run."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,18 @@ class Other(ImageFamily):
         self, fields: Fields, architecture: str, settings: Mapping[str, Any], others: Mapping[str, Any]
     ) -> None:
         from transformers import AutoConfig
-        from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as NAMES
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+        auto: Any = import_module("transformers.models.auto.image_processing_auto")
+        whole_auto: Any = import_module("transformers.models.auto.processing_auto")
+        names = auto.IMAGE_PROCESSOR_MAPPING_NAMES
         self._folder, self._architecture = fields.path.parent, architecture
         self._settings, self._others = dict(settings), dict(others)
         model_type = str(fields.values.get("model_type"))
-        by_name = {names.get("torchvision"): names["pil"] for names in NAMES.values() if names.get("pil")}
-        named = str(self._settings.pop("image_processor_type", None)).removesuffix("Pil").removesuffix("Fast")
-        kind = by_name.get(named) or NAMES.get(model_type, {}).get("pil")
-        whole = PROCESSOR_MAPPING_NAMES.get(model_type)
+        by_name = {one.get("torchvision"): one["pil"] for one in names.values() if one.get("pil")}
+        kind = names.get(model_type, {}).get("pil")
+        if (named := self._settings.pop("image_processor_type", None)) is not None:
+            kind = by_name.get(str(named).removesuffix("Pil").removesuffix("Fast"))
+        whole = whole_auto.PROCESSOR_MAPPING_NAMES.get(model_type)
         if kind is None:
             raise self._no_images("transformers has no image processor for it that needs Pillow alone")
         if whole is None:
@@ -52,7 +55,10 @@ class Other(ImageFamily):
         self.processor = kind
         try:
             self._prepare = self._make_processor(whole)
-            self.placeholder_id = int(self._prepare.tokenizer.convert_tokens_to_ids(self._prepare.image_token))
+            tokenizer, token = self._prepare.tokenizer, self._prepare.image_token
+            self.placeholder_id = tokenizer.convert_tokens_to_ids(token)
+            if token not in tokenizer.get_vocab():  # it would have the id of unknown tokens
+                raise self._no_images(f"its tokenizer has no {token}")
             config: Any = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
             self.image_token_id = int(config.image_token_id)
             self.other_state_ids = [int(one) for one in getattr(config, "visual_indicator_token_ids", ())]

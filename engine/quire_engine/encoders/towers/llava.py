@@ -117,7 +117,7 @@ class TiledTower(nn.Module):
         tiles = states[1:].view(rows, columns, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         tiles = tiles[of_rows, of_columns]
         if self._max_tiles is not None:
-            size = shrunken(*tiles.shape[:2], self._max_tiles, side)
+            size = shrunken(tiles.shape[0], tiles.shape[1], self._max_tiles, side)
             if size != tiles.shape[:2]:
                 tiles = F.interpolate(tiles.permute(2, 0, 1)[None], size, mode="bilinear")[0].permute(1, 2, 0)
         lines = torch.cat((tiles, self.image_newline.expand(len(tiles), 1, -1)), 1)

@@ -77,8 +77,10 @@ def wrapper_class(folder: Path) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         kind: Any = AutoModelForImageTextToText._model_mapping[type(config)]
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: transformers has no model for images: {error}") from None
+    except Exception as error:  # it checks configurations in its own ways
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers has no model for images: {cut(str(error))}"
+        ) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it is the text model's; what else is quantised is found missing
 

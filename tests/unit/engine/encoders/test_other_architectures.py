@@ -123,6 +123,7 @@ def test_a_text_model_that_scales_is_rejected_where_its_architecture_is_not_list
     ("cohere2_vision", "Cohere2VisionForConditionalGeneration", "no image processor for it that needs Pillow alone"),
     ("idefics2", "Idefics2ForConditionalGeneration", "does not say by itself which tokens an image becomes"),
     ("nothing", "NothingForConditionalGeneration", "no image processor for it"),
+    ("aya_vision", "AyaVisionForConditionalGeneration", "its tokenizer has no <image>"),
 ])  # fmt: skip
 def test_who_takes_no_images_says_why(model_type: str, architecture: str, message: str, tmp_path: Path) -> None:
     config = {"architectures": [architecture], "model_type": model_type, "vision_config": {"hidden_size": 8}}
