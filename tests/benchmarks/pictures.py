@@ -103,7 +103,7 @@ def llama_cpp(folder: Path, threads: int) -> Iterator[Callable[[bytes], Any]]:
     text, tower, address = (folder / name for name in ("text.gguf", "tower.gguf", "llama.sock"))
     convert(folder, text)
     convert_tower(folder, tower)
-    command = [LLAMA_SERVER, "--model", text, "--mmproj", tower, "--host", address, "--parallel", "1"]
+    command: list[str | Path] = [LLAMA_SERVER, "--model", text, "--mmproj", tower, "--host", address, "--parallel", "1"]
     command += ["--ctx-size", "4096", "--threads", str(threads), "--threads-batch", str(threads), "--no-ui"]
     server = subprocess.Popen([*command, "--log-verbosity", "1"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

@@ -59,14 +59,14 @@ class Idefics3Tower(nn.Module):
 
     def __init__(self, fields: Fields, factor: int, text_size: int) -> None:
         super().__init__()
-        self.vision_model = SiglipModel(fields, Embeddings(fields))
+        embeddings = Embeddings(fields)
+        self.vision_model, self._size = SiglipModel(fields, embeddings), embeddings.patch_embedding.size
         self.connector = Connector(fields.integer("hidden_size", 1, MAX_SIZE), factor, text_size)
 
     def forward(
         self, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor, **layout: torch.Tensor
     ) -> torch.Tensor:
         """[1, tiles, channels, height, width] and the mask of the pixels that are the image's → [n, E]"""
-        size = self.vision_model.embeddings.patch_embedding.size
-        mask = pixel_attention_mask[0].unfold(1, size, size).unfold(2, size, size)
+        mask = pixel_attention_mask[0].unfold(1, self._size, self._size).unfold(2, self._size, self._size)
         hidden: torch.Tensor = self.connector(self.vision_model(pixel_values[0], mask.sum((-1, -2)) > 0))
         return hidden.flatten(0, 1)
