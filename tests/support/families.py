@@ -19,6 +19,7 @@ FAMILIES = {
     "AyaVisionForConditionalGeneration": "aya-vision",
     "BambaForCausalLM": "bamba",
     "Cohere2ForCausalLM": "cohere2",
+    "Cohere2MoeForCausalLM": "cohere2-moe",
     "Cohere2VisionForConditionalGeneration": "cohere2-vision",
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek-v2",

@@ -47,8 +47,8 @@ GLM_VISION = {
 }  # fmt: skip
 LAYER_NORMS = ("layernorm.weight", "layer_norm.weight", "ln_attn.weight", "ln_mlp.weight", "norm.weight", "ln_f.weight")
 LAYER_NORM_FAMILIES = (
-    "aya_vision", "cohere", "cohere2", "cohere2_vision", "falcon", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm",
-    "starcoder2",
+    "aya_vision", "cohere", "cohere2", "cohere2_moe", "cohere2_vision", "falcon", "gpt_neox", "nemotron", "phi",
+    "phimoe", "stablelm", "starcoder2",
 )  # fmt: skip
 """Whose norms have random weights too."""
 SMALL_VISION = {
@@ -131,6 +131,22 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "model_type": "cohere2", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 72,
         "intermediate_size": 100, "num_hidden_layers": 5, "sliding_window": 19, "logit_scale": 0.25,
         "layer_norm_eps": 1e-3,
+    },
+    "cohere2-moe": {  # the mean with shared experts, and a dense layer that is rotated and has no window
+        "model_type": "cohere2_moe", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 5, "sliding_window": 19, "logit_scale": 0.8, "layer_norm_eps": 1e-3,
+        "intermediate_size": 36, "prefix_dense_intermediate_size": 100, "num_experts": 7, "num_experts_per_tok": 3,
+        "num_shared_experts": 2, "expert_selection_fn": "sigmoid", "sliding_window_pattern": 3,
+        "mlp_layer_types": ["dense", *["sparse"] * 4],
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+    },
+    "cohere2-moe-sum": {  # RMSNorms, a softmax, and the sum
+        "model_type": "cohere2_moe", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+        "num_hidden_layers": 4, "sliding_window": 23, "logit_scale": 1.0, "rms_norm_eps": 1e-4,
+        "intermediate_size": 44, "num_experts": 5, "num_experts_per_tok": 2, "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum", "prefix_dense_sliding_window_pattern": 2,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "cohere2-vision": {
         "model_type": "cohere2_vision", "tie_word_embeddings": True, "text_config": {

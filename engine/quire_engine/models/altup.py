@@ -28,7 +28,8 @@ from quire_engine.models.layers.parallel import (
     receive_activations,
     send_activations,
 )
-from quire_engine.models.options import AltUpOptions
+from quire_engine.models.layers.rope import RopeTables
+from quire_engine.models.options import AltUpOptions, LayerOptions
 from quire_engine.models.step_context import ADAPTER, KVCaches, StepContext
 
 FLOOR = 1e-5
@@ -85,8 +86,34 @@ class Laurel(nn.Module):
         return rms_norm(self.linear_right(self.linear_left(hidden_TE)), self.post_laurel_norm.weight, self.eps)
 
 
+class AltUpLayer(DecoderLayer):
+    """A layer with what mixes its streams, and its product of low rank."""
+
+    def __init__(
+        self, config: CheckpointConfig, options: LayerOptions, parallel: ParallelState, tables: RopeTables
+    ) -> None:
+        super().__init__(config, options, parallel, tables)
+        assert config.options.altup is not None
+        self.altup, self.laurel = AltUp(config, config.options.altup), Laurel(config, config.options.altup.laurel_rank)
+
+    def pack(self) -> None:
+        super().pack()
+        self.altup.pack()
+
+
+class StreamProjection(ColumnParallel):
+    """A projection of a stream, or of the embedding to streams; every rank has all of it."""
+
+    activation_bits = STREAM_BITS
+
+    def __init__(self, size: int, names: Sequence[str]) -> None:
+        super().__init__(size, dict.fromkeys(names, size), False, ALONE)
+
+
 class AltUpDecoder(Decoder):
     """A `Decoder` whose residual stream is [T, P, E] between the layers. Every rank has all streams."""
+
+    layer_class = AltUpLayer
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__(config, max_model_len, parallel)
@@ -94,22 +121,9 @@ class AltUpDecoder(Decoder):
         self.altup, size = config.options.altup, config.hidden_size
         others = range(self.altup.num_streams - 1)
         if parallel.is_first_stage:
-            names = {f"altup_projections.{i}": size for i in others}
-            self.stream_projections = ColumnParallel(size, names, False, ALONE)
-            self.stream_projections.activation_bits = STREAM_BITS
+            self.stream_projections = StreamProjection(size, [f"altup_projections.{i}" for i in others])
         if parallel.is_last_stage:
-            self.altup_unembed_projections = nn.ModuleList(
-                ColumnParallel(size, {str(i): size}, False, ALONE) for i in others
-            )
-            for one in self.altup_unembed_projections:
-                one.activation_bits = STREAM_BITS
-        for layer in self.layers.values():
-            layer.altup, layer.laurel = AltUp(config, self.altup), Laurel(config, self.altup.laurel_rank)
-
-    def pack(self) -> None:
-        super().pack()
-        for layer in self.layers.values():
-            layer.altup.pack()
+            self.altup_unembed_projections = nn.ModuleList(StreamProjection(size, [str(i)]) for i in others)
 
     def forward(
         self,
@@ -153,7 +167,8 @@ class AltUpDecoder(Decoder):
         streams_TPE = self._streams(embedding_TE) if residual_TE is None else residual_TE
         active = self.altup.active
         for number, layer in self.layers.items():
-            assert isinstance(layer, DecoderLayer)
+            assert isinstance(layer, AltUpLayer)
+            assert layer.mlp is not None
             norms = layer.norms
             if self.feature_taps is not None:
                 self.feature_taps.store(int(number), streams_TPE[:, active], context)
@@ -179,7 +194,7 @@ class AltUpDecoder(Decoder):
             match_rms(one, embedding_TE, FLOOR, streams_TPE[:, i])
         return streams_TPE
 
-    def _layer_input(self, layer: DecoderLayer, hidden_TE: torch.Tensor, input_TI: torch.Tensor) -> torch.Tensor:
+    def _layer_input(self, layer: AltUpLayer, hidden_TE: torch.Tensor, input_TI: torch.Tensor) -> torch.Tensor:
         """What a layer's own input contributes, [T, E]."""
         assert self.layer_inputs is not None
         if self.altup.scales_output:

@@ -201,6 +201,7 @@ class Decoder(nn.Module):
     """A `RecordableLM` of any family."""
 
     row_columns: Sequence[RowColumn] = ()
+    layer_class = DecoderLayer
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
@@ -236,7 +237,7 @@ class Decoder(nn.Module):
             self.per_layer_projection_norm = Weight.of_norm(each, options.norms)
         # By their numbers in the checkpoint, on every stage.
         self.layers = nn.ModuleDict({
-            str(number): DecoderLayer(config, options.layers[number], parallel, self.tables)
+            str(number): self.layer_class(config, options.layers[number], parallel, self.tables)
             for number in numbers
         })  # fmt: skip
         scale_projections(self, dict(options.scaled))

@@ -377,6 +377,8 @@ class NormOptions:
     """They are LayerNorms, whose weights are always float32; else RMSNorms."""
     bias: bool = False
     """LayerNorms have a bias."""
+    eps: float | None = None
+    """None: `rms_norm_eps`."""
 
     @property
     def names(self) -> list[str]:

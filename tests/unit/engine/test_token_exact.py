@@ -28,7 +28,7 @@ CASES = [
     *((name, True, 16, True) for name in ("qwen2", "qwen3", "qwen2-windows", "qwen3-windows", "gemma3")),
     *((name, True, 16, True) for name in ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")),
     ("gemma4", True, 7, False), ("gemma4-moe", False, 64, False), ("gemma4-conditional", True, 16, True),
-    ("gemma3n", True, 16, True),
+    ("gemma3n", True, 16, True), ("cohere2-moe-sum", True, 64, False),
     *((name, True, 16, True) for name in ("cohere2", "falcon-old", "stablelm-parallel")),
 ]  # fmt: skip
 """(checkpoint, prefix caching, token budget, scarce blocks). How the work is cut and shared is the scheduler's affair,

@@ -147,7 +147,7 @@ class CheckpointConfig(ServedCheckpoint):
             num_heads=num_heads,
             num_kv_heads=options.num_kv_heads or fields.integer("num_key_value_heads", 1, num_heads, num_heads),
             head_size=read_head_size(fields),
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            rms_norm_eps=options.norms.eps or fields.positive("rms_norm_eps", 1e-6),
             max_position_embeddings=min(num_positions, options.max_model_len or num_positions),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             options=options,

@@ -773,6 +773,75 @@ def test_what_gemma4_does_not_know_is_rejected(changes: dict[str, Any], message:
     assert message in str(rejected.value)
 
 
+COHERE2_MOE = {
+    "model_type": "cohere2_moe", "num_hidden_layers": 9, "hidden_size": 512, "num_attention_heads": 4,
+    "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"first_k_dense_replace": 2, "prefix_dense_intermediate_size": 96, "rope_theta": 5e4},
+        {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 3, "num_shared_experts": 2},
+        {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-3,
+         "expert_selection_fn": "sigmoid", "norm_topk_prob": False},
+        {"mlp_layer_types": ["dense", *["sparse"] * 8], "layer_types": [*[FULL, SLIDING, FULL] * 3]},
+    ],
+    ids=["defaults", "rotated", "period", "sum", "types"],
+)  # fmt: skip
+@pytest.mark.parametrize("stored", [False, True], ids=["as published", "as transformers stores it"])
+def test_cohere2_moe_as_transformers_reads_it(changes: dict[str, Any], stored: bool, tmp_path: Path) -> None:
+    theirs, architectures = AutoConfig.for_model(**COHERE2_MOE, **changes), ["Cohere2MoeForCausalLM"]
+    given = json.loads(theirs.to_json_string(use_diff=False)) if stored else {**COHERE2_MOE, **changes}
+    (tmp_path / "config.json").write_text(json.dumps({**given, "architectures": architectures, "vocab_size": 256000}))
+    config = CheckpointConfig.from_folder(tmp_path)
+    for name in ("vocab_size", "max_position_embeddings", "hidden_size", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(theirs, name)
+    assert (config.num_kv_heads, config.head_size) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert config.rms_norm_eps == (theirs.rms_norm_eps or theirs.layer_norm_eps)
+    assert config.options.norms.is_layer_norm == (theirs.rms_norm_eps is None)
+    is_mean = bool(theirs.num_shared_experts) and theirs.shared_expert_combination_strategy == "average"
+    assert dict(config.options.scaled) == ({".shared_expert.down_proj": 0.5} if is_mean else {})
+    for number, layer in enumerate(config.options.layers):
+        attention, mlp, kind = layer.attention, layer.mlp, theirs.mlp_layer_types[number]
+        assert isinstance(attention, AttentionOptions)
+        is_sliding = theirs.layer_types[number] == SLIDING
+        assert attention.window == (theirs.sliding_window if is_sliding else None)
+        forced = kind == "dense" and theirs.prefix_dense_sliding_window_pattern == 1
+        assert (attention.rope is not None) == (is_sliding or forced)
+        assert attention.rope is None or attention.rope.rope_theta == theirs.rope_parameters["rope_theta"]
+        if kind == "dense":
+            assert isinstance(mlp, MLPOptions)
+            assert mlp.intermediate_size == (theirs.prefix_dense_intermediate_size or theirs.intermediate_size)
+            continue
+        assert isinstance(mlp, ExpertsOptions)
+        assert (mlp.num_experts, mlp.top_k) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert mlp.expert.intermediate_size == theirs.intermediate_size
+        assert mlp.norm_topk_prob == (theirs.expert_selection_fn == "softmax" or theirs.norm_topk_prob)
+        assert (mlp.shared.intermediate_size if mlp.shared else 0) == theirs.num_shared_experts * 64
+        assert (mlp.grouped.scale if mlp.grouped else 1.0) == (0.5 if is_mean else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is ['dense']; it must be dense or sparse for each of 9"),
+        ({"expert_selection_fn": "relu"}, "expert_selection_fn is 'relu'; it must be one of softmax, sigmoid"),
+        ({"shared_expert_combination_strategy": "max"}, "it must be one of average, sum"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be an integer from 1 to 8"),
+        ({"first_k_dense_replace": 10}, "first_k_dense_replace is 10; it must be an integer from 0 to 9"),
+    ],
+)
+def test_what_cohere2_moe_does_not_know_is_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = {"architectures": ["Cohere2MoeForCausalLM"], **COHERE2_MOE, "vocab_size": 32, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as rejected:
+        CheckpointConfig.from_folder(tmp_path)
+    assert message in str(rejected.value)
+
+
 LLAMA4 = {
     "model_type": "llama4_text", "hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 48,
     "no_rope_layers": [], "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 128,
