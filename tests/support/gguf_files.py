@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 __all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
 
 ARCHITECTURES = {
-    "bamba": "granitehybrid", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2",
-    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite",
-    "granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2",
-    "lfm2_moe": "lfm2moe", "llama": "llama", "ministral3": "mistral3", "mixtral": "llama", "olmo2": "olmo2",
-    "olmo3": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
-    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next",
-    "smollm3": "smollm3",
+    "bamba": "granitehybrid", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "falcon_h1": "falcon-h1",
+    "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
+    "granite": "granite", "granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "llama": "llama", "ministral3": "mistral3",
+    "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next", "smollm3": "smollm3",
 }  # fmt: skip
 """`model_type` → llama.cpp's name."""
 _PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
@@ -42,7 +42,10 @@ _DELTA = (
     "linear_value_head_dim",
 )  # fmt: skip
 _STATE_SIZES = {
-    "granitehybrid": ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head"),
+    **dict.fromkeys(
+        ("falcon-h1", "granitehybrid"),
+        ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head"),
+    ),
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA),
 }  # fmt: skip
 """Of a configuration: the convolution's width, the state's size, groups, heads, and a head's size."""
@@ -165,9 +168,28 @@ def _swapped(tensor: torch.Tensor, dim: int, first: int, second: int) -> torch.T
     return tensor.unflatten(dim, (first, second, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
+def _multiplied(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """With the multipliers of Falcon-H1."""
+    into, gate, down = config["attention_in_multiplier"], *config["mlp_multipliers"]
+    if name.endswith(".in_proj.weight"):
+        inner, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = torch.tensor([inner, inner, groups, groups, config["mamba_n_heads"]])
+        rows = torch.tensor(config["ssm_multipliers"]).repeat_interleave(sizes)
+        return tensor * config["ssm_in_multiplier"] * rows[:, None]
+    factors = {
+        "q_proj": into, "k_proj": into * config["key_multiplier"], "v_proj": into,
+        "o_proj": config["attention_out_multiplier"], "gate_proj": gate, "down_proj": down,
+        "out_proj": config["ssm_out_multiplier"], "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    return tensor * factors.get(name.split(".")[-2], 1.0)
+
+
 def _converted(
     name: str, tensor: torch.Tensor, config: Mapping[str, Any], arch: str, latent_split: bool
 ) -> list[tuple[str, torch.Tensor]]:
+    if arch == "falcon-h1":
+        tensor = _multiplied(name, tensor, config)
     layer = name.rpartition(".self_attn.")[0] or name.rpartition(".mlp.")[0]
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     part = name.split(".")[-2]
@@ -206,7 +228,7 @@ def _converted(
         return [(name, tensor.squeeze(1))]
     if name.endswith("A_log"):
         tensor = -tensor.exp()
-    if arch == "granitehybrid" and name.endswith((".A_log", ".D")):
+    if arch in ("falcon-h1", "granitehybrid") and name.endswith((".A_log", ".D")):
         return [(name, tensor[:, None])]
     if name.endswith("dt_bias"):
         return [(name.replace("dt_bias", "dt_proj.bias"), tensor)]
@@ -297,7 +319,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
         ("attention_multiplier", writer.add_attention_scale), ("embedding_multiplier", writer.add_embedding_scale),
         ("residual_multiplier", writer.add_residual_scale), ("logits_scaling", writer.add_logit_scale),
     ):  # fmt: skip
-        if config.get(name) is not None:
+        if config.get(name) is not None and (arch, name) != ("falcon-h1", "embedding_multiplier"):
             add(config[name])
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(name):

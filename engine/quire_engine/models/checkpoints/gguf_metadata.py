@@ -18,8 +18,8 @@ from quire_engine.models.checkpoints.gguf_states import LFMS, is_of_state, split
 from quire_engine.models.checkpoints.gguf_types import FORMATS, Array
 
 ARCHITECTURES = {
-    "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-    "gemma4": "Gemma4ForCausalLM", "glm4moe": "Glm4MoeForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM", "falcon-h1": "FalconH1ForCausalLM", "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM", "gemma4": "Gemma4ForCausalLM", "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM", "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM", "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM",
@@ -362,7 +362,7 @@ class Metadata:
             return {f"{WHOLE[whole]}.{kind}": tensor}
         if whole == "token_embd_norm" and self.kind in LFMS:  # what the last norm is called
             return {f"norm.{kind}": tensor}
-        match = re.fullmatch(r"blk\.(\d{1,5})\.(?:([\w.]+)\.(?:weight|bias|scale)|(ssm_[ad]))", name)
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(?:([\w.]+)\.(?:weight|bias|scale)|(ssm_[ad]|ffn_norm))", name)
         if match is None:
             return {name: tensor}
         number, part = int(match[1]), match[2] or match[3]
@@ -406,6 +406,8 @@ class Metadata:
                 return split_rows(tensor, {f"{layer}.mixer.{one}_proj.{kind}": 1 for one in "bcx"})
             case "shortconv.out_proj", _:
                 return {f"{layer}.mixer.out_proj.{kind}": tensor}
+            case "ffn_norm", _ if self.kind == "falcon-h1":  # without an ending
+                return {f"{layer}.pre_ff_layernorm.weight": tensor}
             case "ffn_norm", "weight" if self.kind in GEMMAS:
                 return {f"{layer}.pre_feedforward_layernorm.weight": tensor}
         return {f"{layer}.{LAYER[part]}.{kind}" if part in LAYER else name: tensor}

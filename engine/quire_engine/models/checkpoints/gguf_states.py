@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 LFMS = ("lfm2", "lfm2moe")
 TILED = ("qwen35", "qwen35moe")
 """Architectures whose heads of values are reordered."""
-MODULES = {"granitehybrid": "mamba", **dict.fromkeys(("qwen3next", *TILED), "linear_attn")}
+MAMBAS = ("falcon-h1", "granitehybrid")
+MODULES = {**dict.fromkeys(MAMBAS, "mamba"), **dict.fromkeys(("qwen3next", *TILED), "linear_attn")}
 """Architectures with `ssm_` tensors, and what transformers calls the module that they are of."""
 PROJECTIONS = {"attn_gate": "z_proj", "ssm_alpha": "a_proj", "ssm_beta": "b_proj", "ssm_out": "out_proj"}
 """The projections of gated delta rules that are one tensor here and there."""
@@ -36,7 +37,16 @@ def state_fields(metadata: "Metadata") -> dict[str, Any]:
     if metadata.kind in LFMS:
         return _lfm(metadata)
     if metadata.kind == "granitehybrid":
-        return _granite_hybrid(metadata)
+        return _mamba(metadata) | _granite_hybrid(metadata)
+    if metadata.kind == "falcon-h1":  # multipliers are in the weights
+        has_norm = metadata.has_any(".ssm_norm.weight")
+        return {
+            **_mamba(metadata),
+            "mamba_d_ssm": metadata.size("ssm.inner_size"),
+            "mamba_rms_norm": has_norm,
+            "mamba_norm_before_gate": False,  # as llama.cpp computes
+            "projectors_bias": metadata.has_any(".ssm_out.bias"),
+        }
     return _gated_delta(metadata) if metadata.kind in MODULES else {}
 
 
@@ -54,20 +64,26 @@ def _lfm(metadata: "Metadata") -> dict[str, Any]:
     }
 
 
+def _mamba(metadata: "Metadata") -> dict[str, Any]:
+    num_heads = metadata.size("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": metadata.size("ssm.inner_size") // num_heads,
+        "mamba_n_groups": metadata.get("ssm.group_count"),
+        "mamba_d_state": metadata.get("ssm.state_size"),
+        "mamba_d_conv": metadata.get("ssm.conv_kernel"),
+        "mamba_conv_bias": metadata.has_any(".ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has_any(".ssm_in.bias"),
+    }
+
+
 def _granite_hybrid(metadata: "Metadata") -> dict[str, Any]:
-    get, num_heads, num_experts = metadata.get, metadata.size("ssm.time_step_rank"), metadata.get("expert_count")
+    get, num_experts = metadata.get, metadata.get("expert_count")
     fields: dict[str, Any] = {
         "num_key_value_heads": max(metadata.kv_heads) or None,
         "layer_types": ["attention" if number else "mamba" for number in metadata.kv_heads],
         "position_embedding_type": "rope" if get("rope.scaling.finetuned", True) else "nope",
         "num_local_experts": num_experts or 0,
-        "mamba_n_heads": num_heads,
-        "mamba_d_head": metadata.size("ssm.inner_size") // num_heads,
-        "mamba_n_groups": get("ssm.group_count"),
-        "mamba_d_state": get("ssm.state_size"),
-        "mamba_d_conv": get("ssm.conv_kernel"),
-        "mamba_conv_bias": metadata.has_any(".ssm_conv1d.bias"),
-        "mamba_proj_bias": metadata.has_any(".ssm_in.bias"),
     }
     if not num_experts:
         fields["shared_intermediate_size"] = get("feed_forward_length")
@@ -131,7 +147,7 @@ def state_parts(
             return {f"{layer}.mixer.{PROJECTIONS[part]}.{kind}": tensor}
         case "ssm_ba", "weight":
             return split_rows(tensor, {f"{layer}.mixer.{one}_proj.weight": 1 for one in "ba"})
-        case "ssm_in", _ if metadata.kind == "granitehybrid":
+        case "ssm_in", _ if metadata.kind in MAMBAS:
             size, heads = metadata.size("ssm.inner_size"), metadata.size("ssm.time_step_rank")
             group_size = metadata.size("ssm.group_count") * metadata.size("ssm.state_size")
             sizes = {"z": size, "x": size, "b": group_size, "c": group_size, "dt": heads}
