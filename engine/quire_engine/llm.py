@@ -303,7 +303,6 @@ class LLM:
             The entry's number, from 0, and its finished output or why it was rejected; in the order of their ends.
         """
         numbers: dict[str, int] = {}
-        results: dict[str, RequestOutput] = {}
         rejected: list[tuple[int, RequestError]] = []
 
         def requests() -> Iterator[EngineCoreRequest]:
@@ -315,15 +314,10 @@ class LLM:
                     numbers[request.request_id] = number
                     yield request
 
-        for delta in self._run(requests(), MAX_LIVE_REQUESTS):
+        for output in self._finished(requests(), MAX_LIVE_REQUESTS):
             yield from rejected
             rejected.clear()
-            if delta.request_id in results:
-                results[delta.request_id].merge(delta)
-            else:
-                results[delta.request_id] = delta
-            if delta.finished:
-                yield numbers.pop(delta.request_id), results.pop(delta.request_id)
+            yield numbers.pop(output.request_id), output
         yield from rejected
 
     def chat(
@@ -489,13 +483,20 @@ class LLM:
         """Run the requests; returns their whole outputs, in order."""
         results: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as progress:
-            for delta in self._run(requests):
-                if delta.request_id in results:
-                    results[delta.request_id].merge(delta)
-                else:
-                    results[delta.request_id] = delta
-                progress.update(delta.finished)
+            for output in self._finished(requests):
+                results[output.request_id] = output
+                progress.update()
         return [results[request.request_id] for request in requests]
+
+    def _finished(self, requests: Iterable[EngineCoreRequest], most: int | None = None) -> Iterator[RequestOutput]:
+        """Like `_run`, but yields whole outputs, in the order of their ends."""
+        outputs: dict[str, RequestOutput] = {}
+        for delta in self._run(requests, most):
+            output = outputs.setdefault(delta.request_id, delta)
+            if output is not delta:
+                output.merge(delta)
+            if output.finished:
+                yield outputs.pop(delta.request_id)
 
     def _run(self, requests: Iterable[EngineCoreRequest], most: int | None = None) -> Iterator[RequestOutput]:
         """Add the requests, at most `most` at a time, and step until all are finished; yields every delta."""

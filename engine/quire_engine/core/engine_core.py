@@ -45,13 +45,7 @@ from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.validation import validate_request
-from quire_engine.snapshot import (
-    MAX_WAITING_REQUESTS,
-    EngineCoreSnapshot,
-    RankSnapshot,
-    StepComposition,
-    StepSeconds,
-)
+from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot, StepComposition, StepSeconds
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.structured_output.manager import StructuredOutputManager
 

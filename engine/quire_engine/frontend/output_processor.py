@@ -8,13 +8,7 @@ from quire_engine.errors import RequestError, is_failure
 from quire_engine.frontend.logprobs import LogprobsProcessor
 from quire_engine.frontend.request_state import ParentRequest, RequestState
 from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
-from quire_engine.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    ErrorCode,
-    FinishReason,
-)
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, ErrorCode, FinishReason
 from quire_engine.outputs import CompletionOutput, OnOutput, RequestOutput
 from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats, LiveRequestStats

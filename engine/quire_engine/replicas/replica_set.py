@@ -36,17 +36,8 @@ import msgspec
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.journal import JournalEntry
-from quire_engine.errors import (
-    EngineDeadError,
-    OperationError,
-    ScalingError,
-)
-from quire_engine.messages import (
-    EngineCoreOutputs,
-    EngineCoreReady,
-    EngineCoreRequest,
-    ReportPrefixCache,
-)
+from quire_engine.errors import EngineDeadError, OperationError, ScalingError
+from quire_engine.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, ReportPrefixCache
 from quire_engine.replicas.disaggregation import Disaggregation
 from quire_engine.replicas.engine_calls import EngineCalls
 from quire_engine.replicas.link import LocalLink

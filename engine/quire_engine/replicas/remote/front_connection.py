@@ -40,7 +40,7 @@ class FrontConnection:
         self._public_key = keys.public_key
         self._inbox: deque[list[bytes]] = deque()
         self._wakes = asyncio.Event()
-        self._is_connected = False
+        self._is_connected = self._has_ended = False
         self._loss: str | None = None
         dealer = context.socket(zmq.DEALER)
         for option, value in (
@@ -112,7 +112,7 @@ class FrontConnection:
             waking.cancel()
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        if frames[0].bytes != MessageType.BEAT.value:
+        if frames[0].bytes != MessageType.BEAT.value and not self._has_ended:
             self._inbox.append([frame.bytes for frame in frames])
         self._wakes.set()
 
@@ -133,7 +133,8 @@ class FrontConnection:
             )
 
     def end(self, reason: str) -> None:
-        """End the session: `receive` raises, whatever has come."""
+        """End the session: `receive` raises, whatever has come or comes."""
+        self._has_ended = True
         self._inbox.clear()
         self._lose(reason)
 

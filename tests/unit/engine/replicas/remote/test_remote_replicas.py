@@ -14,8 +14,9 @@ import zmq
 from quire_engine.errors import EngineError
 from quire_engine.ipc import curve
 from quire_engine.ipc.keys import add_peers, make_keys
-from quire_engine.messages import Sleep, WakeUp
+from quire_engine.messages import RequestType, Sleep, WakeUp
 from quire_engine.replicas.remote import front_connection, listener, remote_replica
+from quire_engine.replicas.remote.front_connection import FrontLostError
 from quire_engine.replicas.remote.wire import MessageType
 from support.engines import until
 from support.fleet import POISON, Engine
@@ -271,6 +272,23 @@ def test_an_engine_that_is_told_to_end_does_so_whatever_its_front_says_just_then
         silent.close()
         assert done
         assert receiving.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_comes_after_the_end_of_a_session_is_not_taken(hosts: Hosts) -> None:
+    """It continues elsewhere: the next engine of this host would compute it, too, and its tokens would come twice."""
+
+    async def main() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        with socket.create_server((hosts.host, hosts.port)):
+            front = front_connection.FrontConnection(context, hosts.host, hosts.port, hosts.keys)
+            front.end("the engine has died")
+            front._on_message([zmq.Frame(RequestType.ADD.value), zmq.Frame(b"a"), zmq.Frame(b"")])
+            with pytest.raises(FrontLostError, match="the engine has died"):
+                await front.receive()
+            front._close()
+        context.destroy(linger=0)
 
     asyncio.run(main())
 
