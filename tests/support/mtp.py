@@ -69,6 +69,7 @@ class Reference:
             {**own, **kept, "model.norm.weight": last_norm}, alone / "model.safetensors", metadata={"format": "pt"}
         )
         self._layer = load_reference(alone)
+        self._drafts: dict[tuple[int, ...], list[int]] = {}
 
     @torch.inference_mode()
     def hidden(self, token_ids: list[int]) -> torch.Tensor:
@@ -94,9 +95,12 @@ class Reference:
 
     def drafts(self, token_ids: list[int], number: int) -> list[int]:
         """So many drafts after these tokens, greedily."""
-        hidden_TE, known, drafts = self.hidden(token_ids)[:-1], list(token_ids), []
-        for _ in range(number):
-            out_TE = self(torch.tensor(known[1:]), hidden_TE)
-            drafts.append(int(self.logits(out_TE[-1:]).argmax()))
-            hidden_TE, known = torch.cat((hidden_TE, out_TE[-1:])), [*known, drafts[-1]]
-        return drafts
+        drafts = self._drafts.setdefault((*token_ids,), [])
+        if len(drafts) < number:
+            hidden_TE, known = self.hidden(token_ids)[:-1], list(token_ids)
+            drafts.clear()
+            for _ in range(number):
+                out_TE = self(torch.tensor(known[1:]), hidden_TE)
+                drafts.append(int(self.logits(out_TE[-1:]).argmax()))
+                hidden_TE, known = torch.cat((hidden_TE, out_TE[-1:])), [*known, drafts[-1]]
+        return drafts[:number]

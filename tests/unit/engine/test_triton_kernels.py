@@ -91,7 +91,10 @@ def test_seeded_tokens_are_those_of_the_other_kernels(
     if "kv_cache_dtype" in settings and torch.cuda.is_available():
         pytest.skip("tensor cores add fp8 products up with few bits")
     folder, prompts = checkpoint("tied-gqa"), make_prompts(3, VOCAB_SIZE, max_length=10)
-    settings = {"max_num_seqs": 5, "max_model_len": 32, "quantization": "int8", **settings, **CACHE}
+    settings = {
+        "max_num_seqs": 5, "max_model_len": 32, "max_num_batched_tokens": 32, "quantization": "int8", **settings,
+        **CACHE,
+    }  # fmt: skip
     outputs = []
     monkeypatch.setattr(int8, "uses_triton", lambda tensor: True)  # the others quantise the head, too
     for kernels, device in ((None, "auto"), ("torch", "cpu")):
@@ -136,7 +139,7 @@ def test_steps_with_drafts_are_graphs_too_and_change_no_token(
         SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True, repetition_penalty=1.2),
     ]
-    settings = {"max_num_seqs": 2, "max_model_len": 32, **CACHE}
+    settings = {"max_num_seqs": 2, "max_model_len": 32, "max_num_batched_tokens": 32, **CACHE}
     outputs, rows = [], []
     replay = DecodeGraphs.__call__
 
