@@ -59,7 +59,7 @@ def mix_streams(
 
         return gpu.mix_streams(base_TQE, inputs_TPE, routes_TM, weight_QPM, offset)
     if library_for(base_TQE, inputs_TPE) is None:
-        c_TQP = (routes_TM.tanh() @ weight_QPM.flatten(0, 1).T + offset).unflatten(1, weight_QPM.shape[:2])
+        c_TQP = torch.einsum("tm,qpm->tqp", routes_TM.tanh(), weight_QPM) + offset
         return (base_TQE.float() + c_TQP @ inputs_TPE.float()).to(base_TQE.dtype)
     check_tensor("routes_TM", routes_TM, torch.float32, rows, routes_size)
     check_tensor("weight_QPM", weight_QPM, torch.float32, num_outputs, num_inputs, routes_size)
@@ -142,7 +142,7 @@ def gaussian_topk(x_TI: torch.Tensor, moments_T2: torch.Tensor, multiplier: floa
 
         return gpu.gaussian_topk(with_dense_rows(x_TI), moments_T2.contiguous(), multiplier)
     if library_for(x_TI) is None:
-        mean_T1, variance_T1 = moments_T2.split(1, -1)
+        mean_T1, variance_T1 = torch.split(moments_T2, 1, -1)
         return (x_TI.float() - (mean_T1 + multiplier * variance_T1.sqrt())).relu_().to(x_TI.dtype)
     x_TI, moments_T2 = with_dense_rows(x_TI), moments_T2.contiguous()
     out_TI = torch.empty(x_TI.shape, dtype=x_TI.dtype)

@@ -39,6 +39,7 @@ LAYOUTS = [
     ("gemma3", 2, 2),
     ("gemma4-moe", 2, 2),
     ("gemma4-conditional", 2, 2),
+    ("gemma3n", 1, 3),  # a stage in the middle, too
 ]
 """Checkpoint, tensor parallel size, pipeline parallel size."""
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}
