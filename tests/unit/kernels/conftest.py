@@ -42,8 +42,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     module = pyfuncitem.module.__name__.rpartition(".")[2]
-    own = DOT_PRODUCTS if module in ("test_linear", "test_grouped", "test_lora") else ()
-    own = ("amx",) if module == "test_attention" else own
+    own: tuple[str, ...] = ("amx",) if module == "test_attention" else ()
+    if module in ("test_linear", "test_grouped", "test_lora"):
+        own = DOT_PRODUCTS
     names = [name for name in cpu.INSTRUCTION_SETS if name in own or name not in DOT_PRODUCTS]
     skipped: pytest.skip.Exception | None = None
     has_run = False
