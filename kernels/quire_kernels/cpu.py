@@ -3,7 +3,8 @@
 `pip install` builds the library beside this file, on x86-64 and unless `QUIRE_BUILD_KERNELS` is 0. It holds each kernel
 once per instruction set, and uses the best one that the processor supports, or the one that `QUIRE_CPU_KERNELS` names:
 
-    amx            avx512_bf16, and tiles of int8 and bfloat16 in linear layers (Sapphire Rapids and later)
+    amx            avx512_bf16, and tiles of int8 and bfloat16 in linear layers and in attention of encoders
+                   (Sapphire Rapids and later)
     avx512_bf16    AVX-512 with bfloat16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)
     avx512_vnni    AVX-512 with int8 dot products (Cascade Lake, Ice Lake and later)
     avx512         AVX-512 F, BW, VL and DQ (Skylake-X and later)
@@ -12,8 +13,8 @@ once per instruction set, and uses the best one that the processor supports, or 
     torch          no library: every op in plain torch
     triton         no library: the GPU kernels in Triton's interpreter, only with TRITON_INTERPRET=1; for tests
 
-Without the library every op falls back to plain torch, which is correct and slow. No processor with AMX or AVX-VNNI was
-at hand: the tests emulate those instructions.
+Without the library every op falls back to plain torch, which is correct and slow. Where the processor lacks AMX, the
+tests emulate it.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 """Kernels are tested on every instruction set that this machine has or can emulate, and in plain torch. Sets that
-differ from another in the products of linear layers alone are tested there.
+differ from another in the products of linear layers alone are tested there, and AMX with attention too.
 
 A test that takes `cpu_kernels` is one item, which runs once with each name: thousands of items cost more than what they
 compute. `once` keeps what is the same on all sets: the reference."""
@@ -41,8 +41,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if "cpu_kernels" not in pyfuncitem.funcargs:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    has_dot_products = pyfuncitem.module.__name__.rpartition(".")[2] in ("test_linear", "test_grouped", "test_lora")
-    names = [name for name in cpu.INSTRUCTION_SETS if has_dot_products or name not in DOT_PRODUCTS]
+    module = pyfuncitem.module.__name__.rpartition(".")[2]
+    own: tuple[str, ...] = ("amx",) if module == "test_attention" else ()
+    if module in ("test_linear", "test_grouped", "test_lora"):
+        own = DOT_PRODUCTS
+    names = [name for name in cpu.INSTRUCTION_SETS if name in own or name not in DOT_PRODUCTS]
     skipped: pytest.skip.Exception | None = None
     has_run = False
     for name in (*names, "torch"):

@@ -130,14 +130,17 @@ def test_what_others_left_in_a_block_never_leaks(rows: int, dtype: torch.dtype, 
 
 @DTYPES
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (1, None), (9, None), (65, None), (9, 2.0)])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 4, 16), (6, 2, 20), (3, 3, 32)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "block_size"),
+    [(4, 4, 16, 8), (6, 2, 20, 8), (3, 3, 32, 8), (3, 3, 32, 16), (4, 2, 96, 32)],
+)
 def test_rows_see_both_sides(
-    num_heads: int, num_kv_heads: int, head_size: int, window: int | None, soft_cap: float | None, dtype: torch.dtype,
-    cpu_kernels: str,
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, window: int | None, soft_cap: float | None,
+    dtype: torch.dtype, cpu_kernels: str,
 ) -> None:  # fmt: skip
     """Whole sequences, of one token, of several tiles of rows and of several chunks; and the end of one."""
     torch.manual_seed(0)
-    shapes, block_size = [(1, 1), (17, 17), (5, 30), (300, 300), (64, 64)], 8
+    shapes = [(1, 1), (17, 17), (5, 30), (300, 300), (64, 64)]
     query_dtype = torch.float32 if dtype is torch.int8 else dtype
     table = torch.arange(5 * 38).view(5, 38)
     caches = [filled_cache((5 * 38, num_kv_heads, block_size, head_size), dtype) for _ in range(2)]
