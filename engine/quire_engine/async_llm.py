@@ -303,12 +303,8 @@ class AsyncLLM:
         Args:
             prompt: see `Prompt`; pairs of texts as well.
             pooling_params: what is unset is as the checkpoint says (`pooling_info`).
-            request_id: see `generate`, like the others and what is raised.
-            priority: likewise.
-            deadline_ms: likewise.
-            slo: likewise.
-            traceparent: likewise.
-            lora_request: likewise.
+            request_id: as in `generate`, like the others and what is raised.
+            priority, deadline_ms, slo, traceparent, lora_request: as there.
         """
         await self.start()
         adapter = await self._find_adapter(lora_request)
@@ -703,7 +699,6 @@ class AsyncLLM:
 
 
 def _error_of(output: RequestOutput, message: str) -> Exception:
-    """The exception for a request that failed."""
     if output.error_code is ErrorCode.UNAVAILABLE:
         return EngineUnavailableError(message, output.retry_after_seconds)
     if output.error_code is ErrorCode.DEADLINE:

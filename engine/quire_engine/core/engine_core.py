@@ -108,8 +108,8 @@ class EngineCore:
         """Validate once more, and queue the request.
 
         Args:
-            message: the request.
-            message_number: its number, for `on_begin`.
+            message: to be validated.
+            message_number: for `on_begin`.
 
         Raises:
             RequestError: it could never be served.

@@ -370,7 +370,6 @@ class Replica(ABC):
         self._end(live, str(error), error)
 
     def _end(self, request_ids: Iterable[str], message: str, unavailable: EngineUnavailableError | None = None) -> None:
-        """End requests with an error."""
         ended = []
         for request_id in request_ids:
             self.journal.remove(request_id)

@@ -348,7 +348,6 @@ class ReplicaSet:
             self._on_recovery(IterationStats(engine_index=rank, num_requests_moved=len(moved.get(rank, ()))), ())
 
     def _note_change(self) -> None:
-        """Report a change of the present replicas."""
         if self._known != self._present:
             self._note_present()
             self.on_change()

@@ -113,8 +113,6 @@ class PrefixIndex:
 
 @dataclass(slots=True)
 class _Route:
-    """A live request."""
-
     replica: int
     keys: list[int]
     num_uncached_tokens: int
@@ -123,8 +121,6 @@ class _Route:
 
 
 class _Load:
-    """The work of one replica."""
-
     def __init__(self, now: float) -> None:
         self.index = PrefixIndex()
         self.adapters: set[str] = set()
