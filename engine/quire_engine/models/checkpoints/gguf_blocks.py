@@ -180,7 +180,7 @@ def with_grouped_heads(codes: GroupedCodes, each: int, size: int, num_keys: int)
     """
 
     def order(values_NK: torch.Tensor, unit: int) -> torch.Tensor:
-        return values_NK.unflatten(1, (-1, each, num_keys, unit)).transpose(2, 3).flatten(1)
+        return values_NK.reshape(len(values_NK), -1, each, num_keys, unit).transpose(2, 3).flatten(1)
 
     offsets, groups = codes.group_offsets(), size // codes.group_size
     return replace(

@@ -100,10 +100,11 @@ class Metadata:
         read_floats: Callable[[StoredTensor], list[float]],
     ) -> None:
         self.path, self.values, self._stored, self._read_floats = path, values, stored, read_floats
-        self.kind = values.get("general.architecture")
-        if not isinstance(self.kind, str) or self.kind not in ARCHITECTURES:
+        kind = values.get("general.architecture")
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise CheckpointError(f"{path}: general.architecture is {brief(self.kind)}; it must be one of {known}")
+            raise CheckpointError(f"{path}: general.architecture is {brief(kind)}; it must be one of {known}")
+        self.kind = kind
 
     def get(self, name: str, default: Any = None) -> Any:
         """A value of the architecture, as it is in the file."""
@@ -192,7 +193,7 @@ class Metadata:
             return "GraniteMoeSharedForCausalLM"
         if self.kind == "deepseek2" and self.get("expert_gating_func") == 2:  # sigmoid
             return "DeepseekV3ForCausalLM"
-        return ARCHITECTURES[str(self.kind)]
+        return ARCHITECTURES[self.kind]
 
     def _end_tokens(self) -> list[Any]:
         names = ("eos", "eot", "eom")
@@ -207,7 +208,7 @@ class Metadata:
             fields["attn_logit_softcapping"] = self.get("attn_logit_softcapping", 50.0)
             fields["final_logit_softcapping"] = self.get("final_logit_softcapping", 30.0)
         # The models with 27 billion parameters differ from the others in what no file states; llama.cpp counts layers.
-        is_27b = self.get("block_count") == {"gemma2": 46, "gemma3": 62}[str(self.kind)]
+        is_27b = self.get("block_count") == {"gemma2": 46, "gemma3": 62}[self.kind]
         size = self.size("attention.key_length")
         if is_27b:
             size = self.size("embedding_length") // self.size("attention.head_count")
@@ -298,8 +299,8 @@ class Metadata:
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
         if self.kind == "gemma4":
             freqs = self._stored.get("rope_freqs.weight")
-            factors = [1.0] if freqs is None else self._read_floats(freqs)
-            turned = sum(one < UNTURNED for one in factors) / len(factors)
+            divisors = [1.0] if freqs is None else self._read_floats(freqs)
+            turned = sum(one < UNTURNED for one in divisors) / len(divisors)
             rope |= {"rope_type": "proportional", "partial_rotary_factor": turned}
             return {
                 "full_attention": {name: value for name, value in rope.items() if value is not None},

@@ -39,11 +39,10 @@ def state_fields(metadata: "Metadata") -> dict[str, Any]:
     if metadata.kind == "granitehybrid":
         return _mamba(metadata) | _granite_hybrid(metadata)
     if metadata.kind == "falcon-h1":  # multipliers are in the weights
-        has_norm = metadata.has_any(".ssm_norm.weight")
         return {
             **_mamba(metadata),
             "mamba_d_ssm": metadata.size("ssm.inner_size"),
-            "mamba_rms_norm": has_norm,
+            "mamba_rms_norm": metadata.has_any(".ssm_norm.weight"),
             "mamba_norm_before_gate": False,  # as llama.cpp computes
             "projectors_bias": metadata.has_any(".ssm_out.bias"),
         }
@@ -237,4 +236,6 @@ def _heads_per_block(metadata: "Metadata", tensor: StoredTensor) -> int:
 
 def _grouped(tensor: "torch.Tensor", dim: int, each: int, units: int) -> "torch.Tensor":
     """Put what belongs to each of so many units side by side: the file has one of each unit after the other."""
-    return tensor.unflatten(dim, (each, units, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    shape = tensor.shape
+    parts = tensor.reshape(*shape[:dim], each, units, -1, *shape[dim + 1 :])
+    return parts.transpose(dim, dim + 1).reshape(shape)

@@ -205,9 +205,12 @@ def _scheme(fields: Fields, group: Fields) -> WeightFormat:
 
 
 def _gguf(quantization: Fields) -> WeightFormat:
-    types, mixed_heads = (quantization.values.get(name) for name in ("types", "mixed_heads"))
-    is_ours = isinstance(types, dict) and isinstance(mixed_heads, dict)
-    if not is_ours or not all(one in BLOCKS for one in types.values()):
+    types, mixed_heads = quantization.values.get("types"), quantization.values.get("mixed_heads")
+    if (
+        not isinstance(types, dict)
+        or not isinstance(mixed_heads, dict)
+        or not all(one in BLOCKS for one in types.values())
+    ):
         raise _rejected(quantization, "quant_method is gguf, which is of GGUF files alone")
     return WeightFormat(method="gguf", types=types, mixed_heads=mixed_heads)
 
