@@ -15,7 +15,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import StoredTensor
 from quire_engine.models.checkpoints.files import brief
 from quire_engine.models.checkpoints.gguf_states import LFMS, is_of_state, split_rows, state_fields, state_parts
-from quire_engine.models.checkpoints.gguf_types import FORMATS, Array
+from quire_engine.models.checkpoints.gguf_types import Array, ModelValues
 
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "falcon-h1": "FalconH1ForCausalLM", "gemma2": "Gemma2ForCausalLM",
@@ -82,13 +82,11 @@ MAX_TENSORS = 1 << 17
 """Tensors of a model, whose experts count one by one; the largest real ones have half of it."""
 
 
-class Metadata:
+class Metadata(ModelValues):
     """The metadata of a model. Its methods raise CheckpointError if a value is missing or wrong.
 
     Args:
-        path: of the first file, for messages.
-        values: of the metadata.
-        stored: the tensors of all files, by their names there.
+        path, values, stored: see `ModelValues`.
         read_floats: reads a short tensor of float32.
     """
 
@@ -99,30 +97,19 @@ class Metadata:
         stored: Mapping[str, StoredTensor],
         read_floats: Callable[[StoredTensor], list[float]],
     ) -> None:
-        self.path, self.values, self._stored, self._read_floats = path, values, stored, read_floats
         kind = values.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{path}: general.architecture is {brief(kind)}; it must be one of {known}")
-        self.kind = kind
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A value of the architecture, as it is in the file."""
-        return self.values.get(f"{self.kind}.{name}", default)
-
-    def size(self, name: str) -> int:
-        """The same, which must be a size."""
-        value = self.get(name)
-        if type(value) is not int or not 1 <= value <= 1 << 24:
-            raise CheckpointError(f"{self.path}: {self.kind}.{name} is {brief(value)}; it must be from 1 to {1 << 24}")
-        return value
+        super().__init__(path, values, stored, kind)
+        self._read_floats = read_floats
 
     def _has(self, name: str) -> bool:
-        return name in self._stored
+        return name in self.stored
 
     def config(self) -> dict[str, Any]:
         """The fields of `config.json`."""
-        embedding = self._stored.get("token_embd.weight")
+        embedding = self.stored.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self.path}: there is no tensor token_embd.weight; is it a part of a model?")
         get = self.get
@@ -176,12 +163,6 @@ class Metadata:
             fields |= self._deepseek(num_experts)
         return {**fields, **state_fields(self), "rope_parameters": self._rope()}
 
-    @property
-    def num_layers(self) -> Any:
-        """How many layers the model has, without those of multi-token prediction, if the file says so."""
-        number, extra = self.get("block_count"), self.get("nextn_predict_layers", 0)
-        return number - extra if type(number) is type(extra) is int else number
-
     def _architecture(self) -> str:
         if self.kind == "llama" and self.get("expert_count"):
             return "MixtralForCausalLM"
@@ -223,7 +204,7 @@ class Metadata:
         each = self.kv_heads if isinstance(kv_heads, Array) else [kv_heads] * len(windows)
         full = [number for number, has_window in enumerate(windows) if not has_window]
         with_window = next((one for one, has_window in zip(each, windows, strict=True) if has_window), each[0])
-        inputs = self._stored.get("per_layer_token_embd.weight")
+        inputs = self.stored.get("per_layer_token_embd.weight")
         return {
             "layer_types": ["sliding_attention" if one else "full_attention" for one in windows],
             "head_dim": get("attention.key_length_swa"),
@@ -274,31 +255,11 @@ class Metadata:
             fields["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
         return fields
 
-    def per_layer(self, name: str) -> list[int]:
-        """A number for each layer."""
-        value = self.get(name)
-        numbers = value.read() if isinstance(value, Array) and value.kind in FORMATS and value.count < 1 << 16 else []
-        is_whole = len(numbers) == self.get("block_count") and all(isinstance(one, int) for one in numbers)
-        if not is_whole or not numbers[: self.num_layers]:
-            raise CheckpointError(
-                f"{self.path}: {self.kind}.{name} is {brief(value)}; it must be a number for each layer"
-            )
-        return numbers[: self.num_layers]
-
-    @functools.cached_property
-    def kv_heads(self) -> list[int]:
-        """Those of each layer: none where it is no attention."""
-        return self.per_layer("attention.head_count_kv")
-
-    def has_any(self, end: str) -> bool:
-        """Whether the name of a tensor ends so."""
-        return any(name.endswith(end) for name in self._stored)
-
     def _rope(self) -> dict[str, Any]:
         get = self.get
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
         if self.kind == "gemma4":
-            freqs = self._stored.get("rope_freqs.weight")
+            freqs = self.stored.get("rope_freqs.weight")
             divisors = [1.0] if freqs is None else self._read_floats(freqs)
             turned = sum(one < UNTURNED for one in divisors) / len(divisors)
             rope |= {"rope_type": "proportional", "partial_rotary_factor": turned}
@@ -314,7 +275,7 @@ class Metadata:
         kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
         rope["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
         names = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-        one, short, long = (self._stored.get(name) for name in names)
+        one, short, long = (self.stored.get(name) for name in names)
         if one is not None or (short is not None and long is not None):
             factors = [self._read_floats(tensor) for tensor in (short or one, long or one) if tensor is not None]
             rope |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
@@ -348,7 +309,7 @@ class Metadata:
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors by their names here, with single projections and experts instead of fused and stacked ones."""
         tensors: dict[str, StoredTensor] = {}
-        for name, tensor in self._stored.items():
+        for name, tensor in self.stored.items():
             parts = {} if name in DERIVED else self._parts(name, tensor)
             if twice := tensors.keys() & parts.keys():
                 raise CheckpointError(f"{tensor.path}: {name} is {min(twice)}, which another tensor is as well")
@@ -430,7 +391,7 @@ class Metadata:
         }
 
     def _joined(self, keys: StoredTensor) -> StoredTensor:
-        values = self._stored.get(keys.name.replace("attn_k_b", "attn_v_b"))
+        values = self.stored.get(keys.name.replace("attn_k_b", "attn_v_b"))
         if values is None or len(keys.shape) != 3 or len(values.shape) != 3:
             raise CheckpointError(f"{keys.path}: {keys.name} must be of three dimensions, and have attn_v_b beside it")
         nope_size = self.size("attention.key_length_mla") - self.size("rope.dimension_count")

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import StoredTensor
-from quire_engine.models.checkpoints.gguf_types import BLOCKS
+from quire_engine.models.checkpoints.gguf_types import BLOCKS, ModelValues
 
 if TYPE_CHECKING:
     import torch
-
-    from quire_engine.models.checkpoints.gguf_metadata import Metadata
 
 LFMS = ("lfm2", "lfm2moe")
 TILED = ("qwen35", "qwen35moe")
@@ -32,7 +30,7 @@ PROJECTIONS = {"attn_gate": "z_proj", "ssm_alpha": "a_proj", "ssm_beta": "b_proj
 """The projections of gated delta rules that are one tensor here and there."""
 
 
-def state_fields(metadata: "Metadata") -> dict[str, Any]:
+def state_fields(metadata: ModelValues) -> dict[str, Any]:
     """The fields of `config.json` that only models with such layers have."""
     if metadata.kind in LFMS:
         return _lfm(metadata)
@@ -49,7 +47,7 @@ def state_fields(metadata: "Metadata") -> dict[str, Any]:
     return _gated_delta(metadata) if metadata.kind in MODULES else {}
 
 
-def _lfm(metadata: "Metadata") -> dict[str, Any]:
+def _lfm(metadata: ModelValues) -> dict[str, Any]:
     return {
         "num_key_value_heads": max(metadata.kv_heads) or None,
         "layer_types": ["full_attention" if number else "conv" for number in metadata.kv_heads],
@@ -63,7 +61,7 @@ def _lfm(metadata: "Metadata") -> dict[str, Any]:
     }
 
 
-def _mamba(metadata: "Metadata") -> dict[str, Any]:
+def _mamba(metadata: ModelValues) -> dict[str, Any]:
     num_heads = metadata.size("ssm.time_step_rank")
     return {
         "mamba_n_heads": num_heads,
@@ -76,7 +74,7 @@ def _mamba(metadata: "Metadata") -> dict[str, Any]:
     }
 
 
-def _granite_hybrid(metadata: "Metadata") -> dict[str, Any]:
+def _granite_hybrid(metadata: ModelValues) -> dict[str, Any]:
     get, num_experts = metadata.get, metadata.get("expert_count")
     fields: dict[str, Any] = {
         "num_key_value_heads": max(metadata.kv_heads) or None,
@@ -93,7 +91,7 @@ def _granite_hybrid(metadata: "Metadata") -> dict[str, Any]:
     return fields
 
 
-def _gated_delta(metadata: "Metadata") -> dict[str, Any]:
+def _gated_delta(metadata: ModelValues) -> dict[str, Any]:
     num_heads, newer = metadata.size("ssm.time_step_rank"), "attention.recurrent_layers"
     recurrent = None if metadata.get(newer) is None else metadata.per_layer(newer)
     return {
@@ -114,7 +112,7 @@ def is_of_state(kind: str, part: str) -> bool:
 
 
 def state_parts(
-    metadata: "Metadata", layer: str, part: str, kind: str, tensor: StoredTensor
+    metadata: ModelValues, layer: str, part: str, kind: str, tensor: StoredTensor
 ) -> dict[str, StoredTensor]:
     """The tensors that one in the file stands for, by their names here.
 
@@ -172,7 +170,7 @@ def split_rows(tensor: StoredTensor, parts: Mapping[str, int]) -> dict[str, Stor
     return found
 
 
-def restored(metadata: "Metadata", tensor: StoredTensor, whole: "torch.Tensor") -> "torch.Tensor":
+def restored(metadata: ModelValues, tensor: StoredTensor, whole: "torch.Tensor") -> "torch.Tensor":
     """What the file has of a tensor, as the model has it; blocks of columns may still have several heads of values
     (`mixed_heads`)."""
     import torch
@@ -198,7 +196,7 @@ def restored(metadata: "Metadata", tensor: StoredTensor, whole: "torch.Tensor") 
     return whole
 
 
-def mixed_heads(metadata: "Metadata", tensor: StoredTensor) -> tuple[int, int] | None:
+def mixed_heads(metadata: ModelValues, tensor: StoredTensor) -> tuple[int, int] | None:
     """How many heads of values a head of keys has, and the size of each, where a block of a quantised tensor's columns
     has heads of several ones of keys, which only its numbers can be put in order of; None elsewhere."""
     each = _values_per_key(metadata) if tensor.name.endswith(".ssm_out.weight") else 1
@@ -207,7 +205,7 @@ def mixed_heads(metadata: "Metadata", tensor: StoredTensor) -> tuple[int, int] |
     return each, metadata.size("ssm.inner_size") // metadata.size("ssm.time_step_rank")
 
 
-def _values_per_key(metadata: "Metadata") -> int:
+def _values_per_key(metadata: ModelValues) -> int:
     """How many heads of values are reordered for each head of keys; 1: none is."""
     if metadata.kind not in TILED:
         return 1
@@ -220,7 +218,7 @@ def _values_per_key(metadata: "Metadata") -> int:
     return heads // key_heads
 
 
-def _heads_per_block(metadata: "Metadata", tensor: StoredTensor) -> int:
+def _heads_per_block(metadata: ModelValues, tensor: StoredTensor) -> int:
     """Of how many heads of keys values are in a block of columns; 1: of one."""
     numbers, _ = BLOCKS.get(tensor.dtype, (1, 1))
     size = metadata.size("ssm.inner_size") // metadata.size("ssm.time_step_rank")
