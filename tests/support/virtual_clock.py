@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class Clock:
-    """Time that passes when it is told to, in seconds."""
+    """A clock in seconds that only a test advances."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now

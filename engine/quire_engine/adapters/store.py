@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from quire_engine.models.base import CausalLM
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.encoder import Encoder
-from quire_engine.models.layers.parallel import Packable, StepAdapters, VocabParallel
+from quire_engine.models.layers.parallel import OwnTable, Packable, StepAdapters, TableChange, VocabParallel
 from quire_engine.models.linear.base import bands
 from quire_engine.models.loader import META, build, new_model
 from quire_engine.models.mapped import mapped_zeros
@@ -113,9 +112,8 @@ class _Cell:
     """Views of `staged`."""
     staged: torch.Tensor | None = None
     """With a GPU: all matrices, one after the other, in memory that it copies from."""
-    own_tables: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    """By the name of a table, what it has by slot of this adapter: an attribute of `VocabParallel`, and the value, on
-    the device."""
+    own_tables: dict[str, OwnTable | TableChange] = field(default_factory=dict)
+    """By the name of a table, on the device."""
     has_tables: bool = False
     """Whether any stage has one of these."""
 
@@ -222,12 +220,12 @@ class AdapterStore:
         self._loads.put(self._in_slots.pop(slot, _NOTHING))
 
     def _use_tables(self, slot: int, cell: _Cell) -> None:
-        for table in self._tables.values():
-            for own in table.tables_of_adapters:
-                own.pop(slot, None)
+        for name, table in self._tables.items():
+            by_slot = table.own_heads if name == "lm_head" else table.own_embeddings
+            by_slot.pop(slot, None)
+            if name in cell.own_tables:
+                by_slot[slot] = cell.own_tables[name]
         self._step.with_tables.discard(slot)
-        for name, (attribute, value) in cell.own_tables.items():
-            getattr(self._tables[name], attribute)[slot] = value
         if cell.has_tables:
             self._step.with_tables.add(slot)
 
@@ -313,21 +311,20 @@ class AdapterStore:
             matrices.append((a_RK, b_NR))
         return matrices
 
-    def _own_table(self, name: str, table: VocabParallel, read: AdapterCheckpoint) -> tuple[str, Any]:
-        """As of `_Cell.own_tables`."""
+    def _own_table(self, name: str, table: VocabParallel, read: AdapterCheckpoint) -> OwnTable | TableChange:
         (one,), is_head, module = table.projections, name == "lm_head", read.modules.get(name)
         size = one.rows.stop - one.rows.start + table.padding
         if module is None:
             matrix_VE = _tensor(read.tables[name])
             own_VE = self._converted(name, matrix_VE[one.rows], size, one.scale)
-            return ("own_heads", (pack_linear(own_VE), len(matrix_VE))) if is_head else ("own_embeddings", own_VE)
+            return OwnTable(pack_linear(own_VE) if is_head else own_VE, len(matrix_VE))
         is_odd, scaling = module.rank % 2, module.scaling * one.scale  # no kernel takes an odd number of columns
         a_RK, b_NR = F.pad(_tensor(module.a), (0, 0, 0, is_odd)), F.pad(_tensor(module.b), (0, is_odd))
         if is_head:
             b = pack_linear(self._converted(name, b_NR[one.rows], size, scaling))
-            return "head_changes", (pack_linear(self._converted(name, a_RK, len(a_RK))), b)
+            return TableChange(pack_linear(self._converted(name, a_RK, len(a_RK))), b)
         b = pack_linear(self._converted(name, b_NR, len(b_NR), scaling))
-        return "embedding_changes", (self._converted(name, a_RK[:, one.rows].t(), size), b)
+        return TableChange(self._converted(name, a_RK[:, one.rows].t(), size), b)
 
     def _converted(self, name: str, matrix: torch.Tensor, size: int, scaling: float = 1.0) -> torch.Tensor:
         """A matrix in the dtype of activations, on the device, with zeros behind it up to so many rows."""

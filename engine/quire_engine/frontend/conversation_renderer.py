@@ -71,10 +71,11 @@ class ConversationRenderer:
 
     def _render(self, *args: Any) -> str:
         with self._lock:
-            if not self._idle:
-                self._idle.append(ChatTemplateRenderer())
-                self._all += self._idle
-            renderer = self._idle.pop()
+            if self._idle:
+                renderer = self._idle.pop()
+            else:
+                renderer = ChatTemplateRenderer()
+                self._all.append(renderer)
         try:
             return renderer.render(*args)
         finally:

@@ -180,7 +180,11 @@ class AltUpDecoder(Decoder):
             hidden = self._add_norm(predicted_TPE[:, active], residual_TE, layer.norm(norms.before_mlp), 2**-0.5)
             add_residual(self._norm(layer.mlp(hidden), layer.norm(norms.after_mlp)), residual_TE)
             streams_TPE = layer.altup.correct(predicted_TPE, residual_TE, active)
-            contribution_TE = self._layer_input(layer, streams_TPE[:, active], inputs[number])
+            computed_TE = streams_TPE[:, active]
+            if self.altup.scales_output:
+                scale_TE = layer.altup.correct_output_scale.weight.expand(computed_TE.shape)
+                computed_TE = activate_and_mul(computed_TE, "none", scale_TE)
+            contribution_TE = self._layer_input(layer, computed_TE, inputs[number])
             for i in range(1, self.altup.num_streams):
                 add_residual(contribution_TE, streams_TPE[:, i])
         return hidden_TE, streams_TPE
@@ -193,15 +197,6 @@ class AltUpDecoder(Decoder):
         for i, one in enumerate(projected, 1):
             match_rms(one, embedding_TE, FLOOR, streams_TPE[:, i])
         return streams_TPE
-
-    def _layer_input(self, layer: AltUpLayer, hidden_TE: torch.Tensor, input_TI: torch.Tensor) -> torch.Tensor:
-        """What a layer's own input contributes, [T, E]."""
-        assert self.layer_inputs is not None
-        if self.altup.scales_output:
-            scale_TE = layer.altup.correct_output_scale.weight.expand(hidden_TE.shape)
-            hidden_TE = activate_and_mul(hidden_TE, "none", scale_TE)
-        gated_TI = activate_and_mul(layer.input_gate(hidden_TE), self.layer_inputs.activation, input_TI)
-        return self._norm(layer.input_projection(gated_TI), layer.norm(layer.norms.after_layer_input))
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[T, P, E] → [T, E]: the norm of the mean of the streams, of which all but the first are projected and get its

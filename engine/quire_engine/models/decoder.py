@@ -47,6 +47,7 @@ from quire_engine.models.layers.mamba import Mamba, Selective
 from quire_engine.models.layers.parallel import (
     ColumnParallel,
     LayerNorm,
+    OwnTable,
     Packable,
     Projection,
     StepAdapters,
@@ -335,6 +336,12 @@ class Decoder(nn.Module):
             add_residual(rms_norm(projected, self._input_norm_I, self.eps * self.hidden_size), input_)
         return inputs
 
+    def _layer_input(self, layer: DecoderLayer, hidden_TE: torch.Tensor, input_TI: torch.Tensor) -> torch.Tensor:
+        """What a layer's own input, gated by its result, contributes, [T, E]."""
+        assert self.layer_inputs is not None
+        gated_TI = activate_and_mul(layer.input_gate(hidden_TE), self.layer_inputs.activation, input_TI)
+        return self._norm(layer.input_projection(gated_TI), layer.norm(layer.norms.after_layer_input))
+
     def run_layers(
         self,
         hidden_TE: torch.Tensor,
@@ -385,9 +392,7 @@ class Decoder(nn.Module):
                 hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_mlp))
             if self.layer_inputs is not None:
                 add_residual(hidden_TE, residual_TE, self.residual_multiplier)
-                gate_TI = layer.input_gate(residual_TE)
-                gated_TI = activate_and_mul(gate_TI, self.layer_inputs.activation, inputs[number])
-                hidden_TE = self._norm(layer.input_projection(gated_TI), layer.norm(norms.after_layer_input))
+                hidden_TE = self._layer_input(layer, residual_TE, inputs[number])
             if features is not None and int(number) < len(features[1]):
                 hidden_TE.index_add_(0, features[0], features[1][int(number)])
             scale = layer.scale
@@ -482,8 +487,8 @@ class Decoder(nn.Module):
         if self.logits_soft_cap is not None:
             logits_SV = soft_cap(logits_SV, self.logits_soft_cap)
         for slot, rows in self.step_adapters.rows_with_tables.items():
-            if slot in self.head.own_heads:
-                logits_SV[rows, self.head.own_heads[slot][1] :] = -torch.inf
+            if isinstance(own := self.head.own_heads.get(slot), OwnTable):
+                logits_SV[rows, own.num_tokens :] = -torch.inf
         return logits_SV
 
     @property

@@ -498,6 +498,26 @@ class SlicedWeight(Weight):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class OwnTable:
+    """A table that an adapter has in place of the model's."""
+
+    weight: Any
+    """This rank's tokens, [V, E], zeros for those that it does not have; of a head, packed."""
+    num_tokens: int
+    """How many tokens of the whole vocabulary it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """LoRA of a table."""
+
+    a: Any
+    """Of an embedding, this rank's tokens, [V, R]; of a head, packed."""
+    b: LinearWeight
+    """Of a head, this rank's tokens."""
+
+
 class VocabParallel(Packable):
     """A vector per token of the vocabulary, which is sliced among the ranks: an embedding, a head, or both. If `logits`
     is used neither here nor on the last stage, it stays the plain table that `embed` reads. A stage may have only some
@@ -505,7 +525,7 @@ class VocabParallel(Packable):
 
     activation_bits = 16
     takes_adapters = False
-    """Not as other layers do: see `tables_of_adapters`."""
+    """Not as other layers do: see `own_embeddings` and `own_heads`."""
 
     def __init__(
         self,
@@ -523,15 +543,10 @@ class VocabParallel(Packable):
         super().__init__([projection], bias, padding=padding)
         self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
-        self.own_embeddings: dict[int, torch.Tensor] = {}
-        """By slot, this rank's tokens of the table that an adapter has in place of the embedding; zeros for tokens that
-        it does not have."""
-        self.own_heads: dict[int, tuple[LinearWeight, int]] = {}
-        """The same of the head, and how many tokens of the vocabulary it has."""
-        self.embedding_changes: dict[int, tuple[torch.Tensor, LinearWeight]] = {}
-        """By slot, LoRA of the embedding: A of this rank's tokens, [V, R], and B."""
-        self.head_changes: dict[int, tuple[LinearWeight, LinearWeight]] = {}
-        """By slot, LoRA of the head: A, and B of this rank's tokens."""
+        self.own_embeddings: dict[int, OwnTable | TableChange] = {}
+        """By slot, what an adapter has in place of the embedding, or adds to it."""
+        self.own_heads: dict[int, OwnTable | TableChange] = {}
+        """The same of the head, which may be this table, too."""
 
     @property
     def _is_packed(self) -> bool:
@@ -559,34 +574,29 @@ class VocabParallel(Packable):
     def _embed(self, rows_T: torch.Tensor, table: Any) -> torch.Tensor:
         out_TE = embedding(rows_T, table)
         for slot, rows in self._step_adapters.rows_with_tables.items():
-            if slot in self.own_embeddings:
-                out_TE[rows] = embedding(rows_T[rows], self.own_embeddings[slot])
-            if slot in self.embedding_changes:
-                a_VR, b = self.embedding_changes[slot]
-                change = linear(embedding(rows_T[rows], a_VR), b, torch.float32)
+            own = self.own_embeddings.get(slot)
+            if isinstance(own, OwnTable):
+                out_TE[rows] = embedding(rows_T[rows], own.weight)
+            elif own is not None:
+                change = linear(embedding(rows_T[rows], own.a), own.b, torch.float32)
                 out_TE[rows] = (out_TE[rows] + change).to(out_TE.dtype)
         return out_TE
 
     def enable_tables(self, step: StepAdapters) -> None:
         """Take what adapters change of this table, or have in its place."""
         self._step_adapters = step
-        for own in self.tables_of_adapters:
-            own.clear()
-
-    @property
-    def tables_of_adapters(self) -> list[dict[int, Any]]:
-        """All that is kept by slot."""
-        return [self.own_embeddings, self.own_heads, self.embedding_changes, self.head_changes]
+        self.own_embeddings.clear()
+        self.own_heads.clear()
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V] float32 on the first rank of the stage, None on the others."""
         logits = self.apply_linear(hidden_SE, torch.float32)
         for slot, rows in self._step_adapters.rows_with_tables.items():
-            if slot in self.own_heads:
-                logits[rows] = linear(hidden_SE[rows], self.own_heads[slot][0], torch.float32)
-            if slot in self.head_changes:
-                a, b = self.head_changes[slot]
-                logits[rows] += linear(linear(hidden_SE[rows], a), b, torch.float32)
+            own = self.own_heads.get(slot)
+            if isinstance(own, OwnTable):
+                logits[rows] = linear(hidden_SE[rows], own.weight, torch.float32)
+            elif own is not None:
+                logits[rows] += linear(linear(hidden_SE[rows], own.a), own.b, torch.float32)
         if self.group is None:
             return logits
         gathered = self.group.gather(logits)
