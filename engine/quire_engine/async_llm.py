@@ -61,7 +61,7 @@ from quire_engine.snapshot import (
     Snapshot,
 )
 from quire_engine.stats import AbortedBy, AdapterStats, IterationStats, SchedulerStats, StatLogger
-from quire_engine.system.process_state import is_running
+from quire_engine.system.process_state import is_running, lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo, images)
         # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+        self._adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=lower_priority)
         self._image_threads = ThreadPoolExecutor(MAX_IMAGE_THREADS, thread_name_prefix="images")
         self._output_processor = OutputProcessor(tokenizer)
 
@@ -444,7 +445,7 @@ class AsyncLLM:
     async def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
         """Read an adapter's folder, in a thread, and let requests name it. An adapter of the same name is replaced; its
         pin ends, unless the content is equal. Raises the errors of `AdapterRegistry.add`."""
-        info = await asyncio.to_thread(self.adapters.add, lora_request)
+        info = await self._run_in(self._adapter_reader, partial(self.adapters.add, lora_request))
         await self._unpin()
         return info
 
@@ -652,6 +653,7 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self._die, "the engine was shut down")
         self.dead_error = self.dead_error or "the engine was shut down"
         self._renderer.shutdown(wait=False)
+        self._adapter_reader.shutdown(wait=False)
         self._image_threads.shutdown(wait=False)
         self.input_processor.shutdown()
         self._client.shutdown()

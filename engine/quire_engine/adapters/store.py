@@ -10,7 +10,6 @@ waits for its disk, and computes in small pieces, so that no step waits long for
 """
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -37,14 +36,13 @@ from quire_engine.models.linear.base import bands
 from quire_engine.models.loader import META, build, new_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.step_context import ADAPTER
+from quire_engine.system.process_state import lower_priority
 
 logger = logging.getLogger(__name__)
 
 Matrices = list[list[tuple[torch.Tensor, torch.Tensor] | None]]
 """A and B of the rank, by layer, then by projection; None where the adapter changes nothing."""
 PAUSE_SECONDS = 0.0002
-NICENESS = 5
-"""Of the thread that loads: a core that also computes steps gives it a quarter of its time."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -232,8 +230,7 @@ class AdapterStore:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # A process that was itself started nice may not lower its niceness.
-        os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+        lower_priority()
         if self._like.is_cuda:
             torch.cuda.set_device(self._like.device)
         while (load := self._loads.get()) is not None:

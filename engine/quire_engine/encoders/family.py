@@ -17,9 +17,6 @@ from quire_engine.models.checkpoints.config import architecture_named
 from quire_engine.models.checkpoints.fields import Fields
 from quire_engine.models.checkpoints.files import read_json
 
-NICENESS = 5
-"""Niceness of the processes that decode and encode images: steps of the engine come first."""
-
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
     "Gemma4ForConditionalGeneration": gemma.Gemma4,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from quire_engine.encoders.family import NICENESS, as_arrays, find_family, load_processor
+from quire_engine.encoders.family import as_arrays, find_family, load_processor
 from quire_engine.errors import is_failure, one_line
 from quire_engine.system.limited_process import serve
+from quire_engine.system.process_state import lower_priority
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -110,7 +111,7 @@ def main() -> None:
     """Entry point of the process: its first line of input names the checkpoint."""
     # Before the limits are set; torch's threads would be made for each image.
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.nice(max(NICENESS - os.nice(0), 0))
+    lower_priority()
     from PIL import Image
     from safetensors.numpy import save
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 
 from quire_engine.encoders.families.base import NoImagesError
-from quire_engine.encoders.family import NICENESS, find_family
+from quire_engine.encoders.family import find_family
 from quire_engine.errors import is_failure, one_line
 from quire_engine.system.limited_process import serve
+from quire_engine.system.process_state import lower_priority
 
 
 class Job(msgspec.Struct, array_like=True):
@@ -37,7 +38,7 @@ class Encoded(msgspec.Struct, array_like=True):
 
 def main() -> None:
     """Entry point of the process: its first line of input names the checkpoint, dtype, device and quantisation."""
-    os.nice(max(NICENESS - os.nice(0), 0))  # one that was itself started nice may not lower its niceness
+    lower_priority()
     import torch
     from safetensors.torch import load
 

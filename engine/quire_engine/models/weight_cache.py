@@ -48,6 +48,7 @@ from quire_engine.models.layers.parallel import Packable, Weight
 from quire_engine.models.mapped import aligned, move_to_huge_pages
 from quire_engine.models.packed_values import Encoder, Restorer
 from quire_engine.system.extras import cache_folder
+from quire_engine.system.process_state import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class WeightCache:
     def _run(self, model: "weakref.ref[nn.Module]") -> None:
         try:
             if self._mapping is None:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+                lower_priority(LOWEST_PRIORITY)
                 self.save(model)
             elif (mapping := self._mapping()) is not None:  # the weights are not discarded
                 move_to_huge_pages(self._address, len(mapping))

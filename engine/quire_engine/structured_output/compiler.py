@@ -40,14 +40,13 @@ from quire_engine.structured_output.compiler_messages import (
 )
 from quire_engine.system.child_process import die_with_parent
 from quire_engine.system.memory import limit_memory_growth
+from quire_engine.system.process_state import lower_priority
 
 if TYPE_CHECKING:
     from quire_engine.structured_output.compile_job import GrammarCompiler
 
 COMPILE_MEMORY_BYTES = 1 << 30
 """Memory that one grammar may take on top of this process's own."""
-NICENESS = 5
-"""Niceness of jobs: steps come first when there are not enough cores."""
 
 
 def serve(compiler: "GrammarCompiler", control: socket.socket) -> None:
@@ -109,7 +108,7 @@ def _limit_job(cpu_seconds: float, parent: int) -> None:
     """
     if cpu_seconds < math.inf:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    os.nice(max(NICENESS - os.nice(0), 0))  # a process that was itself started nice may not lower its niceness
+    lower_priority()
     die_with_parent(parent, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
     limit_memory_growth(COMPILE_MEMORY_BYTES)

@@ -1,10 +1,13 @@
-"""The state of a process, from /proc/PID/stat."""
+"""The state of a process, from /proc/PID/stat, and its priority."""
 
 import os
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+BACKGROUND_NICENESS = 5
+"""A core that also computes steps gives such a thread a quarter of its time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,12 @@ def is_stopped(pid: int) -> bool:
     """Whether a process was stopped by SIGSTOP, not by a debugger. False if that cannot be read."""
     now = _stat_or_none(pid)
     return now is not None and now.is_stopped
+
+
+def lower_priority(niceness: int = BACKGROUND_NICENESS) -> None:
+    """Let the calling thread, and those that it starts, give way to others on the same cores. A higher niceness stays:
+    only root may lower it."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def how_it_ended(exit_code: int) -> str:
