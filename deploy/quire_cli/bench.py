@@ -10,14 +10,9 @@ import typer
 from quire_load.datasets import DatasetOptions
 
 from quire_cli.errors import UsageError
-from quire_cli.options import BenchOptions, LatencyOptions, usage_errors, with_options
+from quire_cli.options import AsJson, BenchOptions, Checkpoint, LatencyOptions, Settings, usage_errors, with_options
 
 bench_app = typer.Typer(help="Measure a server under load, or an engine without one.", rich_markup_mode=None)
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the table.")]
 
 
 @bench_app.command("serve")
@@ -66,7 +61,7 @@ def serve(
 @bench_app.command("latency")
 @with_options
 def latency(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
+    model: Checkpoint,
     options: LatencyOptions,
     settings: Settings = None,
     as_json: AsJson = False,
@@ -85,7 +80,7 @@ def latency(
 @bench_app.command("throughput")
 @with_options
 def throughput(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
+    model: Checkpoint,
     settings: Settings = None,
     num_prompts: Annotated[int, typer.Option(help="Requests, which come all at once.")] = 100,
     dataset_name: Annotated[str, typer.Option(help="mixed, random, sharegpt, …: see quire bench serve.")] = "mixed",
@@ -112,7 +107,7 @@ def throughput(
 
 
 def tune(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
+    model: Checkpoint,
     slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")],
     dataset: DatasetOptions,
     settings: Settings = None,

@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 
 # Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Checkpoint = Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download the demo model without asking, if it is not here.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the table.")]
+ServedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")]
+Url = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")]
+SERVER_GRPC = "127.0.0.1:8001"
 _MODELS, _ADDRESSES, _GATEWAY = "Models", "Addresses", "OpenAI gateway"
 """Groups of the options of `quire serve`."""
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
