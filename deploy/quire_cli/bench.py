@@ -10,7 +10,16 @@ import typer
 from quire_load.datasets import DatasetOptions
 
 from quire_cli.errors import UsageError
-from quire_cli.options import AsJson, BenchOptions, Checkpoint, LatencyOptions, Settings, usage_errors, with_options
+from quire_cli.options import (
+    AsJson,
+    BenchOptions,
+    Checkpoint,
+    LatencyOptions,
+    Settings,
+    TuneOptions,
+    usage_errors,
+    with_options,
+)
 
 bench_app = typer.Typer(help="Measure a server under load, or an engine without one.", rich_markup_mode=None)
 
@@ -106,26 +115,7 @@ def throughput(
     )
 
 
-def tune(
-    model: Checkpoint,
-    slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")],
-    dataset: DatasetOptions,
-    settings: Settings = None,
-    attainment: Annotated[float, typer.Option(help="Which share of the requests has to meet them.")] = 0.95,
-    tried: Annotated[
-        list[str] | None,
-        typer.Option("--try", metavar="KEY=[VALUE,...]", help="Values of a setting, in JSON; null leaves it out."),
-    ] = None,
-    journal: Annotated[
-        Path, typer.Option(metavar="FILE", help="Keeps each run; the same command goes on from it.")
-    ] = Path("quire-tune.jsonl"),
-    start_rate: Annotated[float, typer.Option(help="Requests per second of the first run.")] = 1.0,
-    seconds: Annotated[float, typer.Option(help="How long requests come in each run.")] = 20.0,
-    precision: Annotated[float, typer.Option(help="Of rates, as a share of them.")] = 0.1,
-    burstiness: Annotated[float, typer.Option(help="As in quire bench serve.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
-    as_json: AsJson = False,
-) -> int:
+def tune(options: TuneOptions, as_json: AsJson = False) -> int:
     """Find the settings that meet objectives at the highest rate of requests.
 
     Each setting's values are tried beside the best ones so far, on a server of their own, whose highest rate is found
@@ -135,25 +125,10 @@ def tune(
 
     Example: quire tune --model ./Llama-3.2-1B --slo ttft:500,tpot:50 --try 'max_num_seqs=[16,128]' dtype=bfloat16
     """
-    from quire_load.report import Targets, parse_goodput
-
     from quire_cli.demo import resolve_model
-    from quire_cli.model_repository import parse_settings
-    from quire_cli.tune import TuneOptions, parse_space
     from quire_cli.tune import tune as run_tune
 
-    try:
-        targets = parse_goodput([slo])
-        if list(targets) != [""]:
-            raise ValueError(f"slo is {slo!r}; it has no class here: the objectives are of all requests")
-        options = TuneOptions(
-            model=resolve_model(model), settings=parse_settings(settings or []), targets=targets.get("", Targets()),
-            space=parse_space(tried or ()), journal=journal, attainment=attainment, start_rate=start_rate,
-            seconds=seconds, precision=precision, burstiness=burstiness, seed=seed, dataset=dataset,
-        )  # fmt: skip
-    except ValueError as error:
-        raise UsageError(str(error).replace("goodput is", "slo is")) from None
-    return run_tune(options, as_json=as_json)
+    return run_tune(replace(options, model=resolve_model(options.model)), as_json=as_json)
 
 
 def _percentiles(text: str) -> list[float]:

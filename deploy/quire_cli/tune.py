@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import os
 import re
 import signal
@@ -11,109 +10,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from quire_load.arrivals import Arrivals
-from quire_load.datasets import DatasetOptions
 from quire_load.printable import printable
-from quire_load.report import Targets
 
 from quire_cli import process
 from quire_cli.bench_serve import Measurement, make_load, measure
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.model_repository import write_model
-from quire_cli.options import BenchOptions
+from quire_cli.options import BenchOptions, TuneOptions
 from quire_cli.tune_journal import Journal
 from quire_cli.tuning import Trial, TrialError, search
 
-SPACE: Mapping[str, Sequence[Any]] = {
-    "max_num_seqs": [16, 128, 256],
-    "max_num_batched_tokens": [512, 1024, 4096],
-    "long_prefill_token_threshold": [256],
-    "speculative_config": [{"method": "suffix"}],
-    "quantization": ["int8"],
-    "tensor_parallel_size": [2],
-}
-"""What is tried beside the defaults unless --try says otherwise."""
 NAME = "tuned"
 _READY = re.compile(r"quire: ready grpc=(\S+) http=\S+ metrics=(\S+)")
 _LOWEST_PROMPTS, _MOST_PROMPTS = 20, 5000
 """Bounds of the requests of a run: a share of fewer says little."""
 _STOP_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions:
-    """What is searched."""
-
-    model: Path
-    settings: Mapping[str, Any]
-    """Those that stay as they are."""
-    targets: Targets
-    space: Mapping[str, Sequence[Any]]
-    journal: Path
-    attainment: float = 0.95
-    """The share of requests that have to meet the targets."""
-    start_rate: float = 1.0
-    seconds: float = 20.0
-    """How long requests come in each run."""
-    precision: float = 0.1
-    """Precision of a rate, as a share of it."""
-    burstiness: float = 1.0
-    dataset: DatasetOptions
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.attainment <= 1:
-            raise ValueError(f"attainment is {self.attainment}; it must be above 0 and at most 1")
-        for name in ("start_rate", "seconds", "precision"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number above 0")
-        if self.targets == Targets():
-            raise ValueError("slo names no target; it must be KEY:MS[,KEY:MS] with the keys ttft, tpot, e2el")
-        both = sorted(set(self.space) & set(self.settings))
-        if both:
-            raise ValueError(f"{both[0]} is tried, and has a value as well; it can be one of them")
-
-    def as_dict(self) -> dict[str, Any]:
-        """What makes two searches the same one. More values may be tried: what is known of the others stays true."""
-        return {
-            "model": str(self.model.resolve()), "settings": dict(self.settings), "slo": asdict(self.targets),
-            "attainment": self.attainment, "seconds": self.seconds, "burstiness": self.burstiness,
-            "dataset": {name: str(value) for name, value in asdict(self.dataset).items()}, "seed": self.seed,
-        }  # fmt: skip
-
-    def bench(self, rate: float, grpc: str, metrics: str) -> BenchOptions:
-        """One run."""
-        num_prompts = min(max(round(rate * self.seconds), _LOWEST_PROMPTS), _MOST_PROMPTS)
-        return BenchOptions(
-            model=NAME, base_url=grpc, metrics=metrics, dataset=self.dataset, num_prompts=num_prompts, seed=self.seed,
-            arrivals=Arrivals(request_rate=rate, burstiness=self.burstiness, seed=self.seed),
-            sampling={"ignore_eos": True}, goodput={"": self.targets},
-            tokenizer=self.model if self.dataset.dataset_name == "sharegpt" else None,
-        )  # fmt: skip
-
-
-def parse_space(items: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Values as they are written for `--try`: `KEY=[VALUE, …]` in JSON. Without any, `SPACE`.
-
-    Raises:
-        ValueError: an item is not of that form.
-    """
-    found: dict[str, Sequence[Any]] = {}
-    for item in items:
-        name, _, text = item.partition("=")
-        try:
-            values = json.loads(text)
-        except ValueError:
-            values = None
-        if not name or not isinstance(values, list) or not values:
-            raise ValueError(f"try is {item!r}; it must be KEY=[VALUE, …] with JSON values")
-        found[name] = values
-    return found or dict(SPACE)
 
 
 def tune(options: TuneOptions, *, as_json: bool) -> int:
@@ -126,7 +43,7 @@ def tune(options: TuneOptions, *, as_json: bool) -> int:
         CommandError: something it needs is missing, or was interrupted.
         UsageError: the journal is of another search, or the dataset cannot be made.
     """
-    make_load(options.bench(options.start_rate, "x:1", "x:1"))  # what is wrong with the dataset is said at once
+    make_load(_bench(options, options.start_rate, "x:1", "x:1"))  # what is wrong with the dataset is said at once
     journal = Journal(options.journal, options.as_dict())
     console = Console()
     if journal.num_known:
@@ -138,7 +55,7 @@ def tune(options: TuneOptions, *, as_json: bool) -> int:
     if as_json:
         found = {
             "rate": best.rate if best else 0.0,
-            "settings": {**options.settings, **best.settings} if best else None,
+            "settings": {**options.fixed, **best.settings} if best else None,
         }
         print(json.dumps({**found, "trials": [asdict(trial) for trial in trials]}, indent=2))
     else:
@@ -188,7 +105,7 @@ class _Runner:
             except TrialError as error:
                 return {"settings": dict(settings), "error": str(error)}
             self._served = settings
-        bench = options.bench(rate, *self._endpoints)
+        bench = _bench(options, rate, *self._endpoints)
         requests, warm_ups = make_load(bench)
         what = f"{rate:.3g} requests/s with {_text(settings)}"
         with waiting_line(self._console, what, announce=False) as waiting:
@@ -199,6 +116,17 @@ class _Runner:
         if measurement.is_interrupted:
             raise CommandError(f"interrupted; the same command goes on from {options.journal}")
         return {"settings": dict(settings), "rate": rate, **_figures(measurement)}
+
+
+def _bench(options: TuneOptions, rate: float, grpc: str, metrics: str) -> BenchOptions:
+    """One run."""
+    num_prompts = min(max(round(rate * options.seconds), _LOWEST_PROMPTS), _MOST_PROMPTS)
+    return BenchOptions(
+        model=NAME, base_url=grpc, metrics=metrics, dataset=options.dataset, num_prompts=num_prompts, seed=options.seed,
+        arrivals=Arrivals(request_rate=rate, burstiness=options.burstiness, seed=options.seed),
+        sampling={"ignore_eos": True}, goodput={"": options.targets},
+        tokenizer=options.model if options.dataset.dataset_name == "sharegpt" else None,
+    )  # fmt: skip
 
 
 def _figures(measurement: Measurement) -> dict[str, Any]:
@@ -216,7 +144,7 @@ def _serving(options: TuneOptions, settings: Mapping[str, Any], console: Console
     """
     with tempfile.TemporaryDirectory(prefix="quire-tune-") as folder, tempfile.TemporaryFile() as log:
         try:
-            write_model(Path(folder), options.model, NAME, {**options.settings, **settings})
+            write_model(Path(folder), options.model, NAME, {**options.fixed, **settings})
         except UsageError as error:
             raise TrialError(str(error)) from None
         ports = [word for name in ("grpc", "http", "metrics", "health") for word in (f"--{name}-port", "0")]
@@ -268,7 +196,7 @@ def _report(options: TuneOptions, trials: Sequence[Trial], best: Trial | None) -
     lines += [f"{'* ' if trial is best else '  '}{_describe(trial)}" for trial in trials]
     if best is None:
         return [*lines, "", f"No settings meet that, down to {options.start_rate / 64:.3g} requests/s."]
-    found = {**options.settings, **best.settings}
+    found = {**options.fixed, **best.settings}
     words = [str(options.model), *(f"'{name}={json.dumps(value)}'" for name, value in found.items())]
     return [
         *lines, "", f"The best bears {best.rate:.3g} requests/s. Its settings for model.json:", "",
