@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -73,8 +74,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         await client.close()
 
     async def metrics(_: Request) -> Response:
-        text = "".join(f"{line}\n" for line in gatekeeper.metrics())
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(gatekeeper.registry), media_type="text/plain; version=0.0.4")
 
     # Routes with GET take HEAD too.
     routes = [

@@ -22,7 +22,7 @@ from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
-_NEEDS = ("starlette", "uvicorn", "tritonclient")
+_NEEDS = ("starlette", "uvicorn", "tritonclient", "prometheus_client")
 _DRAIN_S = 1
 """For a gateway beside a server: what its requests wait for has been drained before."""
 _NICENESS = 3
