@@ -21,7 +21,7 @@ import pyarrow
 import pytest
 from quire_dashboard import frame
 from quire_dashboard.monitor import Monitor
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views.load import stop_all
 from streamlit.testing.v1 import AppTest
 from support.clients import ask, with_client
@@ -206,7 +206,7 @@ def _dashboard_of(result: OperatorsRun, prometheus_url: str) -> Iterator[None]:
     settings = Settings(url=result.server.grpc, metrics=result.server.metrics, prometheus=prometheus_url,
                         introspection_token=TOKEN)  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.to_environment().items():
+        for name, value in to_environment([settings]).items():
             patch.setenv(name, value)
         yield
 
