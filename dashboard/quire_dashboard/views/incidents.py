@@ -8,8 +8,7 @@ from urllib.parse import urlencode
 import streamlit as st
 from quire_client.symptoms import SYMPTOMS
 
-from quire_dashboard import words
-from quire_dashboard.frame import choice_table, clock, live, monitor, table, zone
+from quire_dashboard import frame, words
 from quire_dashboard.incidents import MOST_HURT, MOST_ROWS, Hurt, Incident
 from quire_dashboard.settings import TRACE_ID
 
@@ -22,7 +21,7 @@ _HURT_COLUMNS: dict[str, Any] = {
 
 
 def _columns() -> dict[str, Any]:
-    column, name = st.column_config, clock(time.time(), "%Z")
+    column, name = st.column_config, frame.clock(time.time(), "%Z")
     return {
         "began": column.DatetimeColumn(f"began, {name}", format="MM-DD HH:mm:ss", width=130),
         "over": column.DatetimeColumn(f"over, {name}", format="MM-DD HH:mm:ss", width=130, help="Empty: it goes on."),
@@ -34,11 +33,11 @@ def _columns() -> dict[str, Any]:
 def show() -> None:
     """Draw the page."""
     st.title("Incidents")
-    live(_now)
+    frame.live(_now)
 
 
 def _now() -> None:
-    log = monitor().incidents
+    log = frame.monitor().incidents
     rows = log.rows()
     if log.error:
         st.warning(f"Incidents are kept in the memory of this dashboard alone: {words.as_text(log.error)}.")
@@ -50,7 +49,7 @@ def _now() -> None:
         f"**{len(rows)} incident{'s' * (len(rows) > 1)}**" + (f", {num_going} of them now" if num_going else "")
     )
     chosen: str | None = st.session_state.get(_CHOSEN)
-    choice_table(
+    frame.choice_table(
         [_row(row) for row in rows], [row.id for row in rows], chosen, key=_TABLE, columns=_columns(), on_choice=_choose
     )
     if len(rows) == MOST_ROWS:
@@ -67,7 +66,7 @@ def _choose(key: str | None) -> None:
 
 
 def _moment(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, zone())
+    return None if seconds is None else datetime.fromtimestamp(seconds, frame.zone())
 
 
 def _row(row: Incident) -> dict[str, Any]:
@@ -89,13 +88,13 @@ def _one(row: Incident) -> None:
     if not row.hurt:
         st.caption("No request that was hurt is known: the model lists none.")
         return
-    table([_hurt(one) for one in row.hurt], key="hurt", columns=_HURT_COLUMNS)
+    frame.table([_hurt(one) for one in row.hurt], key="hurt", columns=_HURT_COLUMNS)
     if row.num_hurt > MOST_HURT:
         st.caption(f"The first {MOST_HURT} of {words.count(row.num_hurt)}.")
 
 
 def _hurt(one: Hurt) -> dict[str, Any]:
-    viewer = monitor().settings.traces
+    viewer = frame.monitor().settings.traces
     address = urlencode({"ended_search": one.id, "ended_show": "All that ended"})
     has_trace = viewer and one.trace_id.isalnum()
     return {
