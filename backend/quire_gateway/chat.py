@@ -1,4 +1,7 @@
-"""Bodies of /v1/chat/completions → a conversation and sampling parameters of the model."""
+"""Bodies of /v1/chat/completions → a conversation and sampling parameters of the model.
+
+A field that is wrong is an InvalidRequestError.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -41,11 +44,7 @@ class ChatRequest(GenerationRequest):
 
 
 def chat_request(fields: Fields) -> ChatRequest:
-    """The chat that some fields ask for.
-
-    Raises:
-        InvalidRequestError: one of them is wrong.
-    """
+    """The chat that some fields ask for."""
     conversation, tool_choice = _conversation(fields)
     include_reasoning = fields.flag("include_reasoning", True)
     echoed_text = _last_text(conversation) if fields.flag("echo") else ""
@@ -60,11 +59,7 @@ def chat_request(fields: Fields) -> ChatRequest:
 
 
 def take_conversation(fields: Fields) -> Mapping[str, Any]:
-    """What the chat template is given.
-
-    Raises:
-        InvalidRequestError: one of its fields is wrong.
-    """
+    """What the chat template is given."""
     return _conversation(fields)[0]
 
 

@@ -32,9 +32,6 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
     Args:
         fields: of the body.
         is_counted: it is one of /v1/messages/count_tokens, which has no `max_tokens`.
-
-    Raises:
-        InvalidRequestError: a field is wrong.
     """
     fields.check_absent(_ABSENT)
     for name in _IGNORED:

@@ -40,11 +40,7 @@ class ResponsesRequest(ChatRequest):
 
 
 def parse_responses(fields: Fields) -> ResponsesRequest:
-    """The body of /v1/responses.
-
-    Raises:
-        InvalidRequestError: a field is wrong.
-    """
+    """The body of /v1/responses."""
     fields.check_absent(_ABSENT, _WHY)
     top_logprobs, included = fields.take("top_logprobs"), _included(fields.take("include"))
     wants_logprobs = top_logprobs not in (None, 0) or _LOGPROBS in included

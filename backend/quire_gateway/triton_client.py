@@ -53,6 +53,9 @@ class ModelError(Exception):
 class TritonClient:
     """Talks to one tritonserver. Made and used in one event loop.
 
+    Its calls raise ModelNotFoundError if there is no such model, UnavailableError if the server is away, and ModelError
+    if the model has rejected a request, or failed.
+
     Args:
         url: `host:port` of its gRPC.
     """
@@ -70,11 +73,7 @@ class TritonClient:
         await self._connection.close()
 
     async def models(self) -> list[str]:
-        """Names of the models that are ready and are Quire's.
-
-        Raises:
-            UnavailableError: the server is away.
-        """
+        """Names of the models that are ready and are Quire's."""
         try:
             return [name for name in await self._connection.ready_models() if await self._is_ours(name)]
         except ClientError:
@@ -89,11 +88,7 @@ class TritonClient:
             return False  # unloaded since
 
     async def cards(self) -> dict[str, dict[str, Any]]:
-        """The served models, and what each says of itself: the answer to `chat_format`; empty while it does not answer.
-
-        Raises:
-            UnavailableError: the server is away.
-        """
+        """The served models, and what each says of itself: its answer to `chat_format`; empty while it gives none."""
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list())
         return await asyncio.shield(self._listing)  # all that wait share it
@@ -166,10 +161,6 @@ class TritonClient:
             prompt: see `Prompt`.
             num_bytes: of the prompt, about.
             parameters: of the task.
-
-        Raises:
-            ModelError: the model has rejected it, or failed.
-            ModelNotFoundError: there is no such model.
         """
         served, _ = await self.find(model)
         request = infer_request(served, {}, {"task": task, **parameters})
@@ -185,12 +176,7 @@ class TritonClient:
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
-        """What a model answers to `introspect`, of a kind that needs no token; empty: it does not know the question.
-
-        Raises:
-            ModelNotFoundError: there is no such model.
-            UnavailableError: it does not answer.
-        """
+        """What a model answers to `introspect`, of a kind that needs no token; empty: it does not know the question."""
         return await self._ask((await self.find(model))[0], question)
 
     async def _ask(self, model: str, question: str) -> dict[str, Any]:
@@ -228,11 +214,6 @@ class TritonClient:
             response_id: the name of the answer.
             outputs: names of outputs besides those that every answer needs.
             num_bytes: of the prompt and the parameters, about.
-
-        Raises:
-            ModelError: the model has rejected it, or failed.
-            ModelNotFoundError: there is no such model.
-            UnavailableError: the server is away.
         """
         served, sampling = await self._with_adapter(model, sampling)
         request = await run_if_large(
@@ -259,11 +240,6 @@ class TritonClient:
             num_bytes: of its body.
             request_id: the client's name for it.
             traceparent: the trace that it is part of.
-
-        Raises:
-            ModelError: the model has rejected it, or failed.
-            ModelNotFoundError: there is no such model.
-            UnavailableError: the server is away.
         """
         served, said = await self._with_adapter(call.model, {"traceparent": traceparent, **call.parameters})
         request = await run_if_large(
@@ -286,11 +262,6 @@ class TritonClient:
             action: as of `introspect`.
             parameters: of the action.
             token: the model's `introspection_token`.
-
-        Raises:
-            ModelError: the model has rejected it, or could not do it.
-            ModelNotFoundError: there is no such model.
-            UnavailableError: the server is away.
         """
         proof = {"introspection_token": token} if token else {}
         try:
