@@ -56,6 +56,11 @@ class Fields:
             if value is not None and value not in neutral:
                 raise InvalidRequestError(name, f"{name} is not offered: {(why or {}).get(name, 'leave it out')}")
 
+    def check_all_taken(self) -> None:
+        """Raise InvalidRequestError if a field is left that this route does not have."""
+        for name in self._values:
+            raise InvalidRequestError(name, f"{name[:100]} is not a field of this route")
+
     def rest(self) -> dict[str, Any]:
         """What is left."""
         return self._values

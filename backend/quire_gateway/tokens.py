@@ -26,7 +26,7 @@ async def tokenize(client: TritonClient, fields: Fields, num_bytes: int, media: 
         prompt = take_conversation(fields)
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
-    _reject_the_rest(fields)
+    fields.check_all_taken()
     if isinstance(prompt, Mapping):
         prompt = await media.fetch(prompt, "messages")
     answer = await _run(client, fields, model, "tokenize", prompt, options, num_bytes)
@@ -44,7 +44,7 @@ async def detokenize(client: TritonClient, fields: Fields, num_bytes: int) -> di
     tokens = fields.take("tokens")
     if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):
         raise InvalidRequestError("tokens", "tokens must be a list of one or more token ids")
-    _reject_the_rest(fields)
+    fields.check_all_taken()
     answer = await _run(client, fields, model, "detokenize", tokens, {}, num_bytes)
     return {"prompt": answer["prompt"]}
 
@@ -62,11 +62,6 @@ async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str
     """The text of tokens, special ones included."""
     text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}, 4 * len(token_ids)))["prompt"]
     return text
-
-
-def _reject_the_rest(fields: Fields) -> None:
-    for name in fields.rest():
-        raise InvalidRequestError(name, f"{name[:100]} is not a field of this route")
 
 
 async def _run(

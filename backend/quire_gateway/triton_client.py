@@ -18,6 +18,7 @@ from quire_client import (
 from quire_client.messages import contents_of, infer_request, outputs_of
 from quire_client.pooling import Pooled, last_pooled, pooling_request
 from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
+from starlette.requests import Request
 
 from quire_gateway.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from quire_gateway.large import run_if_large
@@ -48,6 +49,12 @@ class ModelError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def client_of(request: Request) -> "TritonClient":
+    """The client of the gateway that serves a request."""
+    client: TritonClient = request.app.state.client
+    return client
 
 
 class TritonClient:
