@@ -38,7 +38,10 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
         fields.take(name)
     if not is_counted and "max_tokens" not in fields.rest():
         raise InvalidRequestError("max_tokens", "max_tokens is missing; give the most tokens to generate")
-    messages = _system(fields.take("system"))
+    system = fields.take("system")
+    messages: list[dict[str, Any]] = (
+        [] if system in (None, "", []) else [{"role": "system", "content": _text("system", system)}]
+    )
     for i, message in enumerate(_list("messages", fields.take("messages"))):
         _add_turn(messages, f"messages[{i}]", message)
     if "tool_calls" in messages[-1]:
@@ -118,10 +121,6 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
-
-
-def _system(value: Any) -> list[dict[str, Any]]:
-    return [] if value in (None, "", []) else [{"role": "system", "content": _text("system", value)}]
 
 
 def _text(place: str, value: Any) -> str:

@@ -118,7 +118,8 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status: int | None = None
 
@@ -233,7 +234,3 @@ def _is_anthropics(scope: Scope) -> bool:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes, the most that is taken here")
-
-
-def _request_id(given: str) -> str:
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

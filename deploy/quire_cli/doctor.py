@@ -198,7 +198,8 @@ def _cpu() -> Check:
         if separator:
             fields.setdefault(key.strip(), value.strip())
     flags = set(fields.get("flags", "").split())
-    detail = f"{fields.get('model name', platform.machine())}: {' '.join(_features(flags)) or 'no vector features'}"
+    features = " ".join(name for name in _CPU_FEATURES if name in flags)
+    detail = f"{fields.get('model name', platform.machine())}: {features or 'no vector features'}"
     if "avx2" not in flags:
         return Check(
             "cpu",
@@ -221,10 +222,6 @@ def _kernels() -> Check:
     if status.instruction_set is None:
         return Check("kernels", "WARN", f"plain torch, which is slow: {status.reason}", cpu.MEND)
     return Check("kernels", "OK", f"C++ kernels, {status.reason}")
-
-
-def _features(flags: set[str]) -> list[str]:
-    return [name for name in _CPU_FEATURES if name in flags]
 
 
 def _cores() -> Check:

@@ -80,7 +80,7 @@ def _explained(schema: Any, message: str) -> tuple[str, str]:
     if found := _NO_FIELD.search(message):
         known = [field.name for field in pool.FindMessageTypeByName(found["type"]).fields]
         meant = _meant(found["name"], known)
-        return f"{_last(found['type'])} has no field {found['name']!r}{meant}", "" if meant else "field"
+        return f"{found['type'].rpartition('.')[2]} has no field {found['name']!r}{meant}", "" if meant else "field"
     if found := _NO_VALUE.search(message):
         known = [value.name for value in pool.FindEnumTypeByName(found["type"]).values]
         meant = _meant(found["name"], known)
@@ -91,7 +91,3 @@ def _explained(schema: Any, message: str) -> tuple[str, str]:
 def _meant(name: str, known: list[str]) -> str:
     near = get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import streamlit as st
@@ -53,7 +54,14 @@ def _now() -> None:
     shown = dict(list(found.items())[:_MOST_ROWS])
     rows = [_row(request, causes[key]) for key, request in shown.items()]
     chosen: str | None = st.session_state.get(_CHOSEN)
-    frame.choice_table(rows, list(shown), chosen, key=_TABLE, columns=_columns(), on_choice=_choose)
+    frame.choice_table(
+        rows,
+        list(shown),
+        chosen,
+        key=_TABLE,
+        columns=_columns(),
+        on_choice=partial(st.session_state.__setitem__, _CHOSEN),
+    )
     if len(found) > _MOST_ROWS:
         st.caption(f"The latest {_MOST_ROWS} of them; search or filter for others.")
     request = None if chosen is None else seen.requests.get(chosen)
@@ -63,10 +71,6 @@ def _now() -> None:
         st.info("So much has ended since that the chosen request is no longer kept.")
     else:
         st.caption("Choose a request in the table to see where its time went, and to send it again.")
-
-
-def _choose(key: str | None) -> None:
-    st.session_state[_CHOSEN] = key
 
 
 def _say_what_is_known(model: str, seen: EndedSeen) -> None:

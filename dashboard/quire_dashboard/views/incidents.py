@@ -2,6 +2,7 @@
 
 import time
 from datetime import datetime
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -50,7 +51,12 @@ def _now() -> None:
     )
     chosen: str | None = st.session_state.get(_CHOSEN)
     frame.choice_table(
-        [_row(row) for row in rows], [row.id for row in rows], chosen, key=_TABLE, columns=_columns(), on_choice=_choose
+        [_row(row) for row in rows],
+        [row.id for row in rows],
+        chosen,
+        key=_TABLE,
+        columns=_columns(),
+        on_choice=partial(st.session_state.__setitem__, _CHOSEN),
     )
     if len(rows) == MOST_ROWS:
         st.caption(f"The latest {MOST_ROWS}.")
@@ -59,10 +65,6 @@ def _now() -> None:
         st.caption("Choose an incident in the table to see which requests were hurt.")
     else:
         _one(found)
-
-
-def _choose(key: str | None) -> None:
-    st.session_state[_CHOSEN] = key
 
 
 def _moment(seconds: float | None) -> datetime | None:

@@ -191,7 +191,7 @@ def _charts() -> None:
         lambda: chart("Requests and preemptions", "requests", [
             Line(query=figures.RUNNING, name="running"), Line(query=figures.WAITING, name="waiting"),
             Line(query=Rate(name="quire_preemptions_total"), name="preemptions per s"),
-        ], key="requests", say=_figure),
+        ], key="requests", say="{:.3g}".format),
     )  # fmt: skip
 
 
@@ -201,10 +201,6 @@ def _pair(left: Callable[[], None], right: Callable[[], None]) -> None:
     for column, draw_chart in zip(columns, (left, right), strict=True):
         with column:
             draw_chart()
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def _latency(title: str, name: str, target: float | None) -> None:
