@@ -112,19 +112,12 @@ def checked_config(model: Path, settings: Mapping[str, Any], window: int) -> "En
     """The configuration for windows of a size, with other settings; the checkpoint's headers are checked.
 
     Raises:
+        CommandError: the checkpoint cannot be served.
         UsageError: a setting is bad.
-        EngineError, ValueError: the checkpoint cannot be served.
     """
-    from quire_engine.config import EngineConfig
-    from quire_engine.models import check_checkpoint
+    from quire_cli.model_repository import check_model
 
-    try:
-        config = EngineConfig.from_settings({"max_model_len": window + 1, **settings, "model": str(model)})
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    folder, tokenizer = Path(config.model.model), Path(config.model.tokenizer_path)
-    check_checkpoint(folder, tokenizer, config.model.load_format, model_impl=config.model.model_impl)
-    return config
+    return check_model(model, {"max_model_len": window + 1, **settings})[0]
 
 
 def score(
