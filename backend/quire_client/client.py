@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2
 from quire_client.ended import EndedAnswer
 from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected
 from quire_client.messages import Prompt, Value, encoded_images, infer_request, is_final, outputs_of, prompt_input
-from quire_client.pooling import Pooled, Texts, last_pooled, pooling_request
+from quire_client.pooling import Pooled, Texts, pooling_request
 from quire_client.snapshot import AdapterInfo, Snapshot
 from quire_client.streams import ANSWER_S, Connection
 
@@ -128,11 +128,9 @@ class AsyncClient:
                 the LoRA adapter to generate with.
         """
         request = self._request(model, prompt, images, sampling, parameters, request_id, stream=True)
-        start = time.perf_counter()
-        async with aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                if response.outputs:
-                    yield _chunk(response, time.perf_counter() - start)
+        async with aclosing(self._chunks(request, timeout)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def generate(
         self, /, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
@@ -140,12 +138,10 @@ class AsyncClient:
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
         request = self._request(model, prompt, images, sampling, parameters, request_id, stream=False)
-        start = time.perf_counter()
         chunk = Chunk()
-        async with aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                if response.outputs:
-                    chunk = _chunk(response, time.perf_counter() - start)
+        async with aclosing(self._chunks(request, timeout)) as chunks:
+            async for chunk in chunks:  # noqa: B007 (the last one is the answer)
+                pass
         if not chunk.texts:
             raise ClientError(f"{model} gave no answer")
         return chunk
@@ -220,8 +216,10 @@ class AsyncClient:
             parameters: of the task, and others such as `priority` and `slo_class`.
         """
         request = pooling_request(model, task, texts, pairs, parameters, request_id)
-        async with aclosing(self._responses(request, timeout)) as responses:
-            pooled = await last_pooled(responses)
+        try:
+            pooled = await self._connection.pooled(request, timeout)
+        except ClientError as error:
+            raise self._named(error) from None
         if pooled is None:
             raise ClientError(f"{model} gave no answer")
         return pooled
@@ -375,10 +373,10 @@ class AsyncClient:
         """The model's answer to `introspect`."""
         proof = {"introspection_token": token} if token else {}
         request = infer_request(model, {}, {"introspect": question, **(parameters or {}), **proof})
-        text = ""
-        async with aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                text += "".join(outputs_of(response).get("text_output", ()))
+        try:
+            text = await self._connection.text(request, timeout)
+        except ClientError as error:
+            raise self._named(error) from None
         try:
             return msgspec.json.decode(text, type=kind)
         except ValueError:
@@ -387,11 +385,13 @@ class AsyncClient:
                 f"{model} answers {question} with {said!r}; is it a model of Quire, of this version?"
             ) from None
 
-    async def _responses(self, request: Any, timeout: float | None) -> AsyncGenerator[Any, None]:
+    async def _chunks(self, request: Any, timeout: float | None) -> AsyncGenerator[Chunk, None]:
+        start = time.perf_counter()
         try:
             async with aclosing(self._connection.responses(request, timeout)) as responses:
                 async for response in responses:
-                    yield response
+                    if response.outputs:
+                        yield _chunk(response, time.perf_counter() - start)
         except ClientError as error:
             raise self._named(error) from None
 

@@ -15,8 +15,8 @@ from quire_client import (
     NotFound,
     Unavailable,
 )
-from quire_client.messages import contents_of, infer_request, outputs_of
-from quire_client.pooling import Pooled, last_pooled, pooling_request
+from quire_client.messages import contents_of, infer_request
+from quire_client.pooling import Pooled, pooling_request
 from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
 from starlette.requests import Request
 
@@ -172,14 +172,11 @@ class TritonClient:
         served, _ = await self.find(model)
         request = infer_request(served, {}, {"task": task, **parameters})
         await run_if_large(num_bytes, add_prompt, request, prompt)
-        answer: dict[str, Any] = {}
         try:
-            async with aclosing(self._connection.responses(request, _TASK_TIMEOUT_S)) as responses:
-                async for response in responses:
-                    for text in outputs_of(response).get("text_output", ()):
-                        answer = await run_if_large(len(text), msgspec.json.decode, text)
+            text = await self._connection.text(request, _TASK_TIMEOUT_S)
         except ClientError as error:
             raise await self._as_raised(error, model) from None
+        answer: dict[str, Any] = await run_if_large(len(text), msgspec.json.decode, text)
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
@@ -197,14 +194,11 @@ class TritonClient:
         return answer if isinstance(answer, dict) else {}
 
     async def _introspect(self, model: str, parameters: Mapping[str, Any], timeout: float | None = None) -> Any:
-        answer: Any = {}
-        request = infer_request(model, {}, parameters)
-        async with aclosing(self._connection.responses(request, timeout)) as responses:
-            async for response in responses:
-                for text in outputs_of(response).get("text_output", ()):
-                    with suppress(ValueError):
-                        answer = msgspec.json.decode(text)
-        return answer
+        text = await self._connection.text(infer_request(model, {}, parameters), timeout)
+        try:
+            return msgspec.json.decode(text)
+        except ValueError:
+            return {}
 
     async def generate(
         self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str,
@@ -253,8 +247,7 @@ class TritonClient:
             num_bytes, pooling_request, served, call.task, call.texts, call.pairs, said, request_id
         )
         try:
-            async with aclosing(self._connection.responses(request)) as responses:
-                pooled = await last_pooled(responses)
+            pooled = await self._connection.pooled(request)
             if pooled is None:
                 raise ClientError("the model's answer holds no vectors; the server's log has the cause")
         except ClientError as error:
