@@ -140,7 +140,7 @@ class AsyncClient:
         request = self._request(model, prompt, images, sampling, parameters, request_id, stream=False)
         chunk = Chunk()
         async with aclosing(self._chunks(request, timeout)) as chunks:
-            async for chunk in chunks:  # noqa: B007 (the last one is the answer)
+            async for chunk in chunks:  # the last one is the answer
                 pass
         if not chunk.texts:
             raise ClientError(f"{model} gave no answer")
