@@ -138,13 +138,11 @@ class AsyncClient:
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
         request = self._request(model, prompt, images, sampling, parameters, request_id, stream=False)
-        chunk = Chunk()
         async with aclosing(self._chunks(request, timeout)) as chunks:
-            async for chunk in chunks:  # the last one is the answer
-                pass
-        if not chunk.texts:
+            found = [chunk async for chunk in chunks if chunk.texts]
+        if not found:
             raise ClientError(f"{model} gave no answer")
-        return chunk
+        return found[-1]
 
     def _request(
         self, model: str, prompt: Prompt, images: Sequence[bytes], sampling: Mapping[str, Any],
