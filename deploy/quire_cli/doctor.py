@@ -17,8 +17,8 @@ from quire_engine.system.extras import install_command
 from quire_cli.errors import CommandError
 from quire_cli.model_repository import check_model, offered_tasks, read_adapters
 from quire_cli.ports import Endpoint, ReservedPorts
-from quire_cli.run_directory import SHARED_MEMORY, leftovers
-from quire_cli.tritonserver import find_tritonserver
+from quire_cli.server.run_directory import SHARED_MEMORY, leftovers
+from quire_cli.server.tritonserver import find_tritonserver
 
 if TYPE_CHECKING:
     from quire_engine.config import EngineConfig

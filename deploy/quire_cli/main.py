@@ -18,7 +18,7 @@ from quire_gateway.limits import RequestLimits
 from quire_load.printable import printable
 from typer.core import TyperCommand
 
-from quire_cli.bench import bench_app, tune
+from quire_cli.bench.commands import bench_app, tune
 from quire_cli.console import NonBlockingWriter
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.evaluate import TextFile, Window, evaluate

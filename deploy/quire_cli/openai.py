@@ -17,10 +17,10 @@ from quire_engine.system.extras import missing_package
 from quire_gateway.keys import KeyRing
 from quire_gateway.settings import API_KEYS_VARIABLE, GatewaySettings
 
-from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
+from quire_cli.server.companion import Companion
 
 _NEEDS = ("starlette", "uvicorn", "tritonclient", "prometheus_client")
 _DRAIN_S = 1

@@ -8,8 +8,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from quire_cli.health import Health, HealthServer
 from quire_cli.ports import Endpoint
+from quire_cli.server.health import Health, HealthServer
 from quire_dashboard import health_relay
 from quire_dashboard.health_relay import HealthRelay, health
 from quire_dashboard.settings import Settings, to_environment

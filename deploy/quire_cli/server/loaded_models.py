@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quire_backend.status_page import StubStatus
 from quire_engine.system import process_state
 
-from quire_cli.launch import ServerFlags
+from quire_cli.server.launch import ServerFlags
 
 _ALL = "*"
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from quire_cli import run_directory
 from quire_cli.errors import CommandError
-from quire_cli.run_directory import RUN_ID_VARIABLE, RunDirectory, RunId, leftovers, sweep
+from quire_cli.server import run_directory
+from quire_cli.server.run_directory import RUN_ID_VARIABLE, RunDirectory, RunId, leftovers, sweep
 
 # Starts a process of the run, writes into it, and says so; then waits to be killed, or ends when stdin does.
 OWNER = """
 import os, subprocess, sys
-from quire_cli.run_directory import RunDirectory
+from quire_cli.server.run_directory import RunDirectory
 with RunDirectory() as run:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                              env={**os.environ, **run.environment})
@@ -107,7 +107,7 @@ def test_reused_pid_is_another_run() -> None:
 def test_who_sweeps_from_within_a_dead_run_survives() -> None:
     dead = RunId(2**22 - 1, 1, RunId.of(os.getpid()).namespace)
     assert dead.is_dead
-    code = "from quire_cli.run_directory import sweep; assert not sweep().processes; print('alive')"
+    code = "from quire_cli.server.run_directory import sweep; assert not sweep().processes; print('alive')"
     result = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, RUN_ID_VARIABLE: str(dead)}, capture_output=True, text=True,
         check=False,

@@ -20,13 +20,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quire_cli import supervisor
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
-from quire_cli.health import Health
-from quire_cli.run_directory import RunId
-from quire_cli.server_process import StartError, StartWatch
-from quire_cli.supervisor import delay_after_death
+from quire_cli.server import supervisor
+from quire_cli.server.health import Health
+from quire_cli.server.run_directory import RunId
+from quire_cli.server.server_process import StartError, StartWatch
+from quire_cli.server.supervisor import delay_after_death
 from quire_engine.system import process_state
 from quire_engine.system.crash_loop import MAX_DEATHS, CrashLoop
 from support import fake_server
@@ -44,14 +44,14 @@ SUPERVISE = """
 import json, os, sys
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
-from quire_cli.health import Health, HealthServer
+from quire_cli.server.health import Health, HealthServer
 from quire_cli import process
-from quire_cli.launch import ServerFlags
-from quire_cli.loaded_models import LoadedModels
+from quire_cli.server.launch import ServerFlags
+from quire_cli.server.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
-from quire_cli.run_directory import RunDirectory
-from quire_cli.supervisor import Service, blocked_signals
-from quire_cli.workarounds.triton_2_51 import Triton251
+from quire_cli.server.run_directory import RunDirectory
+from quire_cli.server.supervisor import Service, blocked_signals
+from quire_cli.server.workarounds.triton_2_51 import Triton251
 
 folder, fake, ports = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 own = [sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())]

@@ -4,9 +4,9 @@ import io
 from collections.abc import Sequence
 
 import pytest
-from quire_cli import server_log
 from quire_cli.console import Console
-from quire_cli.server_log import ServerLog, failure_cause
+from quire_cli.server import server_log
+from quire_cli.server.server_log import ServerLog, failure_cause
 
 STAMP = "1120 20:57:07.191031 6896"
 CHATTER = [

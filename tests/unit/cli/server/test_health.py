@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from quire_backend.status_page import StubState, StubStatus
 from quire_cli.errors import CommandError
-from quire_cli.health import STALE_S, Health, HealthServer
 from quire_cli.ports import Endpoint
+from quire_cli.server.health import STALE_S, Health, HealthServer
 from quire_client.health_details import HealthDetails, Host
 from support.virtual_clock import Clock
 
@@ -77,7 +77,7 @@ def test_another_machine_learns_no_more_than_the_status(
         asked.append(host)
         return False
 
-    monkeypatch.setattr("quire_cli.health.is_loopback", is_loopback)
+    monkeypatch.setattr("quire_cli.server.health.is_loopback", is_loopback)
     health.write(["there is no /home/somebody/model.safetensors"], [STUB])
     assert ask(server) == (503, {"status": "unavailable"})
     health.write([], [STUB])
@@ -124,7 +124,7 @@ def test_there_is_nothing_else(server: HealthServer) -> None:
 def test_slow_and_hostile_clients_keep_nobody_waiting(
     server: HealthServer, health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_cli.health._REQUEST_S", 600.0)  # longer than the others wait for an answer
+    monkeypatch.setattr("quire_cli.server.health._REQUEST_S", 600.0)  # longer than the others wait for an answer
     health.write([])
     address = ("127.0.0.1", server.endpoint.port)
     clients = [socket.create_connection(address, timeout=60) for _ in range(200)]

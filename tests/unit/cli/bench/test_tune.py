@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_cli import tune as tuner
-from quire_cli.bench_serve import Measurement
+from quire_cli.bench import tune as tuner
+from quire_cli.bench.serve import Measurement
+from quire_cli.bench.tune_journal import Journal
+from quire_cli.bench.tuning import Trial, TrialError, highest_rate, search
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.main import run
 from quire_cli.options import BenchOptions
-from quire_cli.tune_journal import Journal
-from quire_cli.tuning import Trial, TrialError, highest_rate, search
 from quire_load.datasets import SampleRequest
 from quire_load.load import RequestRecord
 from quire_load.report import summarize
 
-CHECKPOINT = str(Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model")
+CHECKPOINT = str(Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model")
 
 
 # -- the search -------------------------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire_cli.tritonserver import Release
+from quire_cli.server.tritonserver import Release
 
 if TYPE_CHECKING:
-    from quire_cli.workarounds.triton_2_51 import Triton251
+    from quire_cli.server.workarounds.triton_2_51 import Triton251
 
 
 _FIRST_WITHOUT = (2, 69)
@@ -22,6 +22,6 @@ def workarounds_for(release: Release | None, folder: Path) -> "Triton251 | None"
     """
     if release is not None and release >= _FIRST_WITHOUT:
         return None
-    from quire_cli.workarounds.triton_2_51 import Triton251
+    from quire_cli.server.workarounds.triton_2_51 import Triton251
 
     return Triton251(folder)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import quire_engine
-from quire_cli.bench_offline import bench_latency, bench_throughput
+from quire_cli.bench.offline import bench_latency, bench_throughput
 from quire_cli.main import run
 from quire_cli.options import LatencyOptions
 from quire_engine.errors import RequestError
 from quire_load.datasets import DatasetOptions
 
-CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
+CHECKPOINT = Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
 
 class Counter:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from quire_cli.console import Console
-from quire_cli.private_memory import keep_memory_private
-from quire_cli.server_process import ServerProcess
+from quire_cli.server.private_memory import keep_memory_private
+from quire_cli.server.server_process import ServerProcess
 
 # As tritonserver makes a region: the mode is set once more, past the umask.
 MAKE = """

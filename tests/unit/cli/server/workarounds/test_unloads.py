@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from quire_backend.status_page import StubState, StubStatus
-from quire_cli.server_watch import end_stub
-from quire_cli.workarounds.triton_2_51 import GRACE_S, IDLE_S, REPLACED_S, StuckUnloads, left_behind
+from quire_cli.server.server_watch import end_stub
+from quire_cli.server.workarounds.triton_2_51 import GRACE_S, IDLE_S, REPLACED_S, StuckUnloads, left_behind
 from quire_engine.system import process_state
 from support.virtual_clock import Clock
 
@@ -50,7 +50,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The processes that live."""
     living = {STUB.pid, SUCCESSOR.pid, OTHER.pid, 10}
     monkeypatch.setattr(
-        "quire_cli.workarounds.triton_2_51.process_state.is_alive", lambda pid, start_time: pid in living
+        "quire_cli.server.workarounds.triton_2_51.process_state.is_alive", lambda pid, start_time: pid in living
     )
     return living
 

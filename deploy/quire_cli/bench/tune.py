@@ -18,13 +18,13 @@ from quire_load.arrivals import Arrivals
 from quire_load.printable import printable
 
 from quire_cli import process
-from quire_cli.bench_serve import Measurement, make_load, measure
+from quire_cli.bench.serve import Measurement, make_load, measure
+from quire_cli.bench.tune_journal import Journal
+from quire_cli.bench.tuning import Trial, TrialError, search
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.model_repository import write_model
 from quire_cli.options import BenchOptions, TuneOptions
-from quire_cli.tune_journal import Journal
-from quire_cli.tuning import Trial, TrialError, search
 
 NAME = "tuned"
 _READY = re.compile(r"quire: ready grpc=(\S+) http=\S+ metrics=(\S+)")

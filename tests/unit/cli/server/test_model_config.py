@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from quire_cli.errors import CommandError
-from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import demo_repository
 from quire_cli.options import ServeOptions
 from quire_cli.serve import serve
+from quire_cli.server.model_config import check_model_configs
 
 GOOD = """\
 # comment

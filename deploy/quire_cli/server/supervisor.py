@@ -18,19 +18,19 @@ from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 from quire_monitoring.request_file import note_death
 
 from quire_cli import process
-from quire_cli.companion import Companion
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError
-from quire_cli.health import Health
-from quire_cli.host_pressure import HostPressure
-from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
-from quire_cli.run_directory import RunDirectory
-from quire_cli.server_process import SIGNALS, VERBOSE, ServerProcess, StartError, StartWatch
-from quire_cli.server_watch import LOOK_S, ServerWatch
+from quire_cli.server.companion import Companion
+from quire_cli.server.health import Health
+from quire_cli.server.host_pressure import HostPressure
+from quire_cli.server.loaded_models import LoadedModels
+from quire_cli.server.run_directory import RunDirectory
+from quire_cli.server.server_process import SIGNALS, VERBOSE, ServerProcess, StartError, StartWatch
+from quire_cli.server.server_watch import LOOK_S, ServerWatch
 
 if TYPE_CHECKING:
-    from quire_cli.workarounds.triton_2_51 import Triton251
+    from quire_cli.server.workarounds.triton_2_51 import Triton251
 
 _READY_POLL_S = 0.05
 # tritonserver counts its drain timeout in whole seconds, then ends its models.

@@ -11,10 +11,10 @@ import pytest
 from quire_backend.status_page import StatusPage, StubState, read_status_pages
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
-from quire_cli.health import Health
 from quire_cli.ports import Endpoint
-from quire_cli.supervisor import Service
-from quire_cli.workarounds.triton_2_51 import Triton251
+from quire_cli.server.health import Health
+from quire_cli.server.supervisor import Service
+from quire_cli.server.workarounds.triton_2_51 import Triton251
 from quire_engine.system import process_state
 
 TIMEOUT_S = 20
@@ -63,9 +63,9 @@ def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., floa
         stubs = {(status.pid, status.start_time) for status in read_status_pages(tmp_path)}
         server: Any = Server(stubs | {(pid, start_time(pid)) for pid in others})
         clock = SimpleNamespace(monotonic=lambda: server.now)
-        monkeypatch.setattr("quire_cli.workarounds.triton_2_51.time", clock)
-        monkeypatch.setattr("quire_cli.supervisor.time", clock)
-        monkeypatch.setattr("quire_cli.workarounds.triton_2_51._loaded_models", lambda endpoint: models)
+        monkeypatch.setattr("quire_cli.server.workarounds.triton_2_51.time", clock)
+        monkeypatch.setattr("quire_cli.server.supervisor.time", clock)
+        monkeypatch.setattr("quire_cli.server.workarounds.triton_2_51._loaded_models", lambda endpoint: models)
         unused: Any = None
         with Console() as console:
             run: Any = SimpleNamespace(temporary=tmp_path)

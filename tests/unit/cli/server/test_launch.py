@@ -6,9 +6,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from quire_cli import tritonserver
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.launch import (
+from quire_cli.server import tritonserver
+from quire_cli.server.launch import (
     RESTRICTED_APIS,
     ServerFlags,
     compose_backends,
@@ -16,7 +16,7 @@ from quire_cli.launch import (
     server_environment,
     shows_log,
 )
-from quire_cli.tritonserver import PYTHON, TritonServer, find_tritonserver, libpython
+from quire_cli.server.tritonserver import PYTHON, TritonServer, find_tritonserver, libpython
 
 
 def test_given_flags_win_and_come_last() -> None:

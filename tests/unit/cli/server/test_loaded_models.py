@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from quire_backend.status_page import StubState, StubStatus
-from quire_cli.launch import ServerFlags
-from quire_cli.loaded_models import IndexedModel, LoadedModels
+from quire_cli.server.launch import ServerFlags
+from quire_cli.server.loaded_models import IndexedModel, LoadedModels
 from quire_engine.system import process_state
 
 stat = process_state.process_stat(os.getpid())

@@ -55,7 +55,7 @@ def serve(
     """
     from quire_load.report import parse_goodput
 
-    from quire_cli.bench_serve import bench_serve, parse_weights
+    from quire_cli.bench.serve import bench_serve, parse_weights
 
     sampling = {"ignore_eos": True} if ignore_eos and options.task != "embed" else {}
     with usage_errors():
@@ -79,7 +79,7 @@ def latency(
 
     The options have vllm bench latency's names. No prefix is cached, unless enable_prefix_caching=true says so.
     """
-    from quire_cli.bench_offline import bench_latency
+    from quire_cli.bench.offline import bench_latency
     from quire_cli.demo import resolve_model
     from quire_cli.model_repository import parse_settings
 
@@ -103,7 +103,7 @@ def throughput(
 
     The options have vllm bench throughput's names. No prefix is cached, unless enable_prefix_caching=true says so.
     """
-    from quire_cli.bench_offline import bench_throughput
+    from quire_cli.bench.offline import bench_throughput
     from quire_cli.demo import resolve_model
     from quire_cli.model_repository import parse_settings
 
@@ -125,8 +125,8 @@ def tune(options: TuneOptions, as_json: AsJson = False) -> int:
 
     Example: quire tune --model ./Llama-3.2-1B --slo ttft:500,tpot:50 --try 'max_num_seqs=[16,128]' dtype=bfloat16
     """
+    from quire_cli.bench.tune import tune as run_tune
     from quire_cli.demo import resolve_model
-    from quire_cli.tune import tune as run_tune
 
     return run_tune(replace(options, model=resolve_model(options.model)), as_json=as_json)
 

@@ -17,8 +17,8 @@ from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint
-from quire_cli.private_memory import keep_memory_private
-from quire_cli.server_log import ServerLog
+from quire_cli.server.private_memory import keep_memory_private
+from quire_cli.server.server_log import ServerLog
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}

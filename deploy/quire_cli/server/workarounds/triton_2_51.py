@@ -23,9 +23,9 @@ from pathlib import Path
 from quire_backend.status_page import StubState, StubStatus, ask_to_end, read_status_pages
 from quire_engine.system import process_state
 
-from quire_cli.loaded_models import ask_index
 from quire_cli.ports import Endpoint
-from quire_cli.server_process import ServerProcess, Stub
+from quire_cli.server.loaded_models import ask_index
+from quire_cli.server.server_process import ServerProcess, Stub
 
 # Threads take the size of their stack from this limit, and memory only as they use it.
 _STACK_BYTES = 256 * 2**20

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from quire_cli.host_pressure import HostPressure
+from quire_cli.server.host_pressure import HostPressure
 from quire_client.health_details import Host
 from quire_client.symptoms import SYMPTOMS, Limit
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.tritonserver import STUB, TritonServer, libpython
+from quire_cli.server.tritonserver import STUB, TritonServer, libpython
 
 PACKAGES = ("quire_cli", "quire_backend", "quire_monitoring", "quire_engine", "quire_kernels")
 RESTRICTED_APIS = ("shared-memory", "trace", "logging")

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_cli.tritonserver import PYTHON
-from quire_cli.workarounds import workarounds_for
+from quire_cli.server.tritonserver import PYTHON
+from quire_cli.server.workarounds import workarounds_for
 from quire_engine.system import process_state
 from support import fake_server
 from support.serving import Server, health, start, wait_until
 
-WORKAROUNDS = "quire_cli.workarounds.triton_2_51"
+WORKAROUNDS = "quire_cli.server.workarounds.triton_2_51"
 PLAN = {"in_flight": 0, "models": {"m": "READY"}}
 
 
@@ -98,7 +98,7 @@ def test_a_newer_server_is_supervised_and_drained_without_workarounds(install: C
     assert "tritonserver was killed by SIGKILL; starting the server again now" in log
     assert "of model 'm' died; starting the server again" in log
     assert "draining" in log
-    assert installed.has_imported("quire_cli.workarounds")
+    assert installed.has_imported("quire_cli.server.workarounds")
     assert not installed.has_imported(WORKAROUNDS)
 
 

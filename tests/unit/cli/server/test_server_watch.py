@@ -4,8 +4,8 @@ import os
 
 import pytest
 from quire_backend.status_page import StubState, StubStatus
-from quire_cli.loaded_models import IndexedModel
-from quire_cli.server_watch import LOOK_S, Patience, without_past_unloads
+from quire_cli.server.loaded_models import IndexedModel
+from quire_cli.server.server_watch import LOOK_S, Patience, without_past_unloads
 from support.virtual_clock import Clock
 
 

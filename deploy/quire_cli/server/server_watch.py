@@ -23,12 +23,12 @@ from quire_backend.status_page import StubState, StubStatus, read_status_pages
 from quire_engine.system import process_state
 
 from quire_cli import process
-from quire_cli.loaded_models import IndexedModel, LoadedModels, ask_index
 from quire_cli.ports import Endpoint
-from quire_cli.server_process import ServerProcess, Stub
+from quire_cli.server.loaded_models import IndexedModel, LoadedModels, ask_index
+from quire_cli.server.server_process import ServerProcess, Stub
 
 if TYPE_CHECKING:
-    from quire_cli.workarounds.triton_2_51 import StuckUnloads
+    from quire_cli.server.workarounds.triton_2_51 import StuckUnloads
 
 LOOK_S = 0.2
 NOTICE_S = 1.5

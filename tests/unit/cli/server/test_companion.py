@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from quire_cli import process
-from quire_cli.companion import Companion
 from quire_cli.console import Console
-from quire_cli.health import Health
 from quire_cli.ports import Endpoint
-from quire_cli.supervisor import Service
+from quire_cli.server.companion import Companion
+from quire_cli.server.health import Health
+from quire_cli.server.supervisor import Service
 from support.serving import wait_until
 
 NICENESS = 19
@@ -56,7 +56,7 @@ def test_one_that_cannot_be_started_again_now_is_started_later(monkeypatch: pyte
             raise failures.pop()
         return actual(*arguments, **options)
 
-    monkeypatch.setattr("quire_cli.companion._RETRY_S", 0.0)
+    monkeypatch.setattr("quire_cli.server.companion._RETRY_S", 0.0)
     with StartedAgain() as companion:
         monkeypatch.setattr(process, "start", start)
         first = companion.pid

@@ -5,14 +5,14 @@ import runpy
 from pathlib import Path
 
 import pytest
-from quire_cli import bench_serve
-from quire_cli.bench_serve import parse_weights
+from quire_cli.bench import serve as bench_serve
+from quire_cli.bench.serve import parse_weights
 from quire_cli.main import run
 from quire_cli.options import BenchOptions
 from quire_load import server_figures
 from support.fake_triton import FakeTriton, fake_triton
 
-LOAD_SCRIPTS = Path(__file__).resolve().parents[2] / "load"
+LOAD_SCRIPTS = Path(__file__).resolve().parents[3] / "load"
 
 
 @pytest.fixture(autouse=True)
