@@ -290,9 +290,9 @@ class Accumulator:
             observe("quire_request_longest_generation_tokens", request.num_longest_output_tokens)
         if first_token is not None or request.has_vector:
             seconds = request.phase_seconds
-            waited = seconds["encode"] + seconds["held"] + seconds["queue"]
+            inference_seconds = request.e2e_seconds - seconds["encode"] - seconds["held"] - seconds["queue"]
             observe("quire_request_prompt_tokens", request.num_prompt_tokens)
-            observe("quire_request_inference_time_seconds", request.e2e_seconds - waited)
+            observe("quire_request_inference_time_seconds", inference_seconds)
             observe("quire_request_computed_prompt_tokens", request.num_prompt_tokens - request.num_cached_tokens)
         if request.time_per_output_token_seconds is not None:
             observe("quire_time_per_output_token_seconds", request.time_per_output_token_seconds, slo=slo_class)
