@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from quire_dashboard.frame import close_monitors
 from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views.load import stop_all
+from quire_dashboard.watchers import close_monitors
 from support.fake_triton import TOKEN, FakeTriton, fake_triton
 
 

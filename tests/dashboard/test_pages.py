@@ -26,11 +26,12 @@ from quire_dashboard import frame
 from quire_dashboard import monitor as monitor_module
 from quire_dashboard.chat import Turn
 from quire_dashboard.findings import SLO_EXAMPLE
-from quire_dashboard.frame import Line, monitor
+from quire_dashboard.frame import Line
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
 from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views import requests
+from quire_dashboard.watchers import close_monitors, monitor
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton, make_request
 from support.pages import PAGE, TIMEOUT_S, open_page, press, text_of
@@ -619,7 +620,7 @@ def test_incidents_say_who_was_hurt_also_after_the_server_and_the_page_are_gone(
     assert row["cause"] == "The KV cache is full and requests are preempted"
     assert (row["requests hurt"], row["alert"], row["model"]) == (10, "QuireKVCacheSaturated", "tinypy")
     fake.stop()
-    frame.close_monitors()
+    close_monitors()
     app = open_page("incidents")
     app.session_state["incidents_chosen"] = monitor().incidents.rows()[0].id
     text = text_of(app.run())

@@ -10,7 +10,7 @@ from typing import Any
 import streamlit as st
 from quire_client.ended import LOST, EndedRequest
 
-from quire_dashboard import frame, words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.charts import phases_table, timeline_spec
 from quire_dashboard.ended_requests import EndedSeen, Why, why
 from quire_dashboard.settings import TRACE_ID
@@ -39,7 +39,7 @@ def _now() -> None:
     model = frame.model_or_reason()
     if not model:
         return
-    seen = frame.monitor().ended(model)
+    seen = watchers.monitor().ended(model)
     _say_what_is_known(model, seen)
     if not seen.requests:
         return
@@ -84,7 +84,7 @@ def _say_what_is_known(model: str, seen: EndedSeen) -> None:
         )  # fmt: skip
     if answer is None:
         return
-    since = frame.clock(answer.since_unix, "%Y-%m-%d %H:%M %Z")
+    since = choice.clock(answer.since_unix, "%Y-%m-%d %H:%M %Z")
     if not answer.capacity:
         st.info("The model keeps no ended requests: its setting `ended_requests` is 0.")
     elif not seen.requests:
@@ -125,7 +125,7 @@ def _name(request: EndedRequest) -> str:
 def _row(request: EndedRequest, cause: Why) -> dict[str, Any]:
     verdict = f"missed {request.slo_cause}" if request.slo_verdict == "miss" else request.slo_verdict or "not judged"
     return {
-        "ended": datetime.fromtimestamp(request.time_unix, frame.zone()),
+        "ended": datetime.fromtimestamp(request.time_unix, choice.zone()),
         "request": _name(request),
         "why": words.printable(cause.sentence, 300),
         "total": request.e2e_seconds,
@@ -142,7 +142,7 @@ def _columns() -> dict[str, Any]:
     """Together as wide as the page on a screen of 1,280 pixels."""
     column = st.column_config
     return {
-        "ended": column.DatetimeColumn(f"ended, {frame.clock(time.time(), '%Z')}", format="HH:mm:ss", width=86),
+        "ended": column.DatetimeColumn(f"ended, {choice.clock(time.time(), '%Z')}", format="HH:mm:ss", width=86),
         "request": column.TextColumn(width=96),
         "why": column.TextColumn(width=168),
         "total": column.NumberColumn(format="%.2f s", width=62),
@@ -182,7 +182,7 @@ def _one(model: str, request: EndedRequest) -> None:
 
 
 def _trace(trace_id: str) -> None:
-    viewer = frame.monitor().settings.traces
+    viewer = watchers.monitor().settings.traces
     if viewer and trace_id.isalnum():
         st.link_button("Trace", viewer.replace(TRACE_ID, trace_id), icon=":material/timeline:")
     else:
@@ -194,7 +194,7 @@ def _curl(model: str, request: EndedRequest) -> str:
     prompt = request.prompt if request.prompt is not None else f"(a prompt of {request.num_prompt_tokens} tokens)"
     said = {"slo_class": request.slo_class, "lora_name": request.adapter}
     parameters = {name: value for name, value in said.items() if value}
-    http = frame.monitor().settings.http
+    http = watchers.monitor().settings.http
     if request.task:
         sampling = {**request.parameters, "task": request.task}
         return curl(http, model, prompt, sampling, parameters, parameters_input="pooling_parameters")

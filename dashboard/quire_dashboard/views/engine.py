@@ -7,7 +7,7 @@ import msgspec
 import streamlit as st
 from quire_client.snapshot import Snapshot
 
-from quire_dashboard import frame, words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.charts import SECONDS, chart_table, stacked_spec
 from quire_dashboard.figures import ADAPTER_REQUESTS, ADAPTER_TOKENS, ADAPTERS
 from quire_dashboard.frame import Line, chart
@@ -37,7 +37,7 @@ def show() -> None:
 def _now() -> None:
     if frame.server_away():
         return
-    snapshot = frame.snapshot_or_reason(frame.selection().model)
+    snapshot = frame.snapshot_or_reason(choice.selection().model)
     if snapshot is None:
         return
     engine, step = snapshot.engine, snapshot.engine.last_step
@@ -67,7 +67,7 @@ def _now() -> None:
 
 def _adapters(snapshot: Snapshot) -> None:
     st.subheader("LoRA adapters")
-    view, labels = frame.monitor().view(), frame.selection().labels
+    view, labels = watchers.monitor().view(), choice.selection().labels
     requests, tokens = latest(ADAPTER_REQUESTS, view, labels), latest(ADAPTER_TOKENS, view, labels)
     rows = [
         {
@@ -141,7 +141,7 @@ def _step(snapshot: Snapshot) -> None:
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
     frame.table(rows, columns={"share": share, "median": _MILLISECONDS}, key="phases")
     if _drafts_tokens():
-        length = latest(_ACCEPTANCE_LENGTH, frame.monitor().view(), frame.selection().labels).get("")
+        length = latest(_ACCEPTANCE_LENGTH, watchers.monitor().view(), choice.selection().labels).get("")
         st.markdown(
             f"Acceptance length: **{words.decimal(length)}** tokens of a step for a request with drafts, in the mean "
             "of the last minute."
@@ -153,7 +153,7 @@ def _step(snapshot: Snapshot) -> None:
 
 
 def _charts() -> None:
-    if frame.monitor().seconds_since_success is None:
+    if watchers.monitor().seconds_since_success is None:
         return
     frame.say_events()
     left, right = st.columns(2)
@@ -161,7 +161,7 @@ def _charts() -> None:
         chart("Step time by phase (median)", "seconds", [
             Line(query=Quantile(name="quire_step_seconds", q=0.5, by="phase"), by="phase"),
         ], key="step_time", say=words.seconds, axis=SECONDS)  # fmt: skip
-        _composition(frame.monitor().steps(frame.selection().model))
+        _composition(watchers.monitor().steps(choice.selection().model))
     with right:
         chart("Ranks that are up", "ranks", [Line(query=Gauge(name="quire_worker_up"), name="ranks")], key="ranks_up",
               say=words.count)  # fmt: skip
@@ -181,7 +181,7 @@ def _charts() -> None:
             ], key="drafts", say=words.per_second)  # fmt: skip
             chart("Acceptance length", "tokens", [Line(query=_ACCEPTANCE_LENGTH, name="per step with drafts")],
                   key="acceptance_length", say=words.decimal)  # fmt: skip
-        if latest(ADAPTERS, frame.monitor().view(), frame.selection().labels):
+        if latest(ADAPTERS, watchers.monitor().view(), choice.selection().labels):
             chart("Tokens by adapter", "tokens per second", [Line(query=ADAPTER_TOKENS, by="adapter")],
                   key="adapter_tokens", say=words.per_second)  # fmt: skip
             chart("Adapters in memory", "adapters", [Line(query=ADAPTERS, by="state")], key="adapters_ready",
@@ -192,28 +192,30 @@ def _charts() -> None:
             chart("KV transfer in bytes", "bytes per second", [
                 Line(query=Rate(name="quire_kv_connector_bytes_total", by="direction"), by="direction"),
             ], key="kv_bytes", say=words.bytes_per_second)  # fmt: skip
-        if latest(_IMBALANCE, frame.monitor().view(), frame.selection().labels):
+        if latest(_IMBALANCE, watchers.monitor().view(), choice.selection().labels):
             chart("Busiest expert and rank", "times the average", [Line(query=_IMBALANCE, by="over")], key="imbalance",
                   say=words.decimal)  # fmt: skip
 
 
 def _drafts_tokens() -> bool:
     """Whether the model has speculative decoding."""
-    return bool(latest(_BY_PLACE, frame.monitor().view(), frame.selection().labels))
+    return bool(latest(_BY_PLACE, watchers.monitor().view(), choice.selection().labels))
 
 
 def _transfers() -> bool:
     """Whether blocks go through a KV connector, or would."""
-    snapshot = frame.monitor().last_snapshot(frame.selection().model)
+    snapshot = watchers.monitor().last_snapshot(choice.selection().model)
     settings = {} if snapshot is None else snapshot.settings
     is_set = bool(settings.get("kv_transfer_config") or settings.get("disaggregation"))
-    return is_set or bool(latest(Gauge(name=_TRANSFERRED), frame.monitor().view(), frame.selection().labels).get(""))
+    return is_set or bool(
+        latest(Gauge(name=_TRANSFERRED), watchers.monitor().view(), choice.selection().labels).get("")
+    )
 
 
 def _composition(steps: list[StepState]) -> None:
     st.markdown("**Batch composition** &nbsp; :gray[since this page was first opened]")
     now = time.time()
-    start = now - frame.selection().range_s
+    start = now - choice.selection().range_s
     # Without visitors there are no snapshots: what was computed then is not known, and is not drawn.
     shown: list[tuple[float, int, int]] = []
     for step in steps:

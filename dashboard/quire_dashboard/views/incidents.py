@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import streamlit as st
 from quire_client.symptoms import SYMPTOMS
 
-from quire_dashboard import frame, words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.incidents import MOST_HURT, MOST_ROWS, Hurt, Incident
 from quire_dashboard.settings import TRACE_ID
 
@@ -22,7 +22,7 @@ _HURT_COLUMNS: dict[str, Any] = {
 
 
 def _columns() -> dict[str, Any]:
-    column, name = st.column_config, frame.clock(time.time(), "%Z")
+    column, name = st.column_config, choice.clock(time.time(), "%Z")
     return {
         "began": column.DatetimeColumn(f"began, {name}", format="MM-DD HH:mm:ss", width=130),
         "over": column.DatetimeColumn(f"over, {name}", format="MM-DD HH:mm:ss", width=130, help="Empty: it goes on."),
@@ -38,7 +38,7 @@ def show() -> None:
 
 
 def _now() -> None:
-    log = frame.monitor().incidents
+    log = watchers.monitor().incidents
     rows = log.rows()
     if log.error:
         st.warning(f"Incidents are kept in the memory of this dashboard alone: {words.as_text(log.error)}.")
@@ -68,7 +68,7 @@ def _now() -> None:
 
 
 def _moment(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, frame.zone())
+    return None if seconds is None else datetime.fromtimestamp(seconds, choice.zone())
 
 
 def _row(row: Incident) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _one(row: Incident) -> None:
 
 
 def _hurt(one: Hurt) -> dict[str, Any]:
-    viewer = frame.monitor().settings.traces
+    viewer = watchers.monitor().settings.traces
     address = urlencode({"ended_search": one.id, "ended_show": "All that ended"})
     has_trace = viewer and one.trace_id.isalnum()
     return {

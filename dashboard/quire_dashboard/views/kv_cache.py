@@ -3,7 +3,7 @@
 import streamlit as st
 from quire_client.snapshot import Snapshot
 
-from quire_dashboard import frame, words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.block_map import blocks_by_state, colours_of, draw
 from quire_dashboard.charts import SHARES
 from quire_dashboard.frame import Line, chart
@@ -24,7 +24,7 @@ def show() -> None:
 def _now() -> None:
     if frame.server_away():
         return
-    picked = frame.selection()
+    picked = choice.selection()
     snapshot = frame.snapshot_or_reason(picked.model)
     _figures(snapshot)
     if snapshot is None:
@@ -48,7 +48,7 @@ def _now() -> None:
 
 
 def _figures(snapshot: Snapshot | None) -> None:
-    view, labels = frame.monitor().view(), frame.selection().labels
+    view, labels = watchers.monitor().view(), choice.selection().labels
     states = latest(Gauge(name="quire_kv_blocks", by="state"), view, labels)
     # A cache that has been in use is full of cached blocks: the few empty ones alone would look like a shortage.
     available = states.get("free", 0.0) + states.get("cached", 0.0) if states else None
@@ -116,7 +116,7 @@ def _prefixes(snapshot: Snapshot) -> None:
 
 
 def _charts() -> None:
-    if frame.monitor().seconds_since_success is None:
+    if watchers.monitor().seconds_since_success is None:
         return
     frame.say_events()
     left, right = st.columns(2)

@@ -6,7 +6,7 @@ from collections import Counter
 import streamlit as st
 from quire_load.report import percentile
 
-from quire_dashboard import frame, words
+from quire_dashboard import frame, watchers, words
 from quire_dashboard.charts import SECONDS
 from quire_dashboard.choice import slo_class_picker
 from quire_dashboard.frame import Line, chart
@@ -62,7 +62,7 @@ def show() -> None:
 
 
 def _start(plan: LoadPlan) -> None:
-    watcher = frame.monitor()
+    watcher = watchers.monitor()
     with _lock:
         job = _jobs.get(watcher.settings.url)
         if job is not None and job.is_running:
@@ -73,7 +73,7 @@ def _start(plan: LoadPlan) -> None:
 
 
 def _watch() -> None:
-    job = _jobs.get(frame.monitor().settings.url)
+    job = _jobs.get(watchers.monitor().settings.url)
     if job is None:
         st.caption("No load has been started.")
         return
@@ -81,7 +81,7 @@ def _watch() -> None:
 
 
 def _charts() -> None:
-    if frame.monitor().settings.url not in _jobs:
+    if watchers.monitor().settings.url not in _jobs:
         return
     frame.say_events()
     left, right = st.columns(2)

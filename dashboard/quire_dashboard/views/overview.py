@@ -6,7 +6,7 @@ from dataclasses import replace
 import streamlit as st
 from quire_client.symptoms import Level
 
-from quire_dashboard import figures, frame, words
+from quire_dashboard import choice, figures, frame, watchers, words
 from quire_dashboard.charts import SECONDS, SHARES
 from quire_dashboard.choice import slo_classes
 from quire_dashboard.evidence import Evidence, slo_targets
@@ -52,7 +52,7 @@ def _slo_class() -> str:
 
 def _now() -> None:
     nothing = frame.server_away()
-    evidence, health = frame.monitor().judge(frame.selection().model, slo_class=_slo_class())
+    evidence, health = watchers.monitor().judge(choice.selection().model, slo_class=_slo_class())
     if not evidence.server_error:
         _say(health)
         if evidence.has_slo is False:
@@ -60,7 +60,7 @@ def _now() -> None:
     if nothing:
         return
     # The small lines are computed from the whole time range: the first figures do not wait for them.
-    has_sparks = _DRAWN in st.session_state or frame.selection().refresh_s is None
+    has_sparks = _DRAWN in st.session_state or choice.selection().refresh_s is None
     st.session_state[_DRAWN] = True
     _figures(evidence, has_sparks=has_sparks)
 
@@ -76,7 +76,7 @@ def _say(health: Health) -> None:
 
 
 def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
-    view, labels = frame.monitor().view(), frame.selection().labels
+    view, labels = watchers.monitor().view(), choice.selection().labels
     own = (("slo", _slo_class()),) if _slo_class() else ()
 
     def now(query: Query) -> float | None:
@@ -147,13 +147,13 @@ def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str,
 
 
 def _charts() -> None:
-    watcher = frame.monitor()
+    watcher = watchers.monitor()
     if watcher.error and watcher.seconds_since_success is None:
         return
     frame.say_events()
     slo_class = _slo_class()
     own = (("slo", slo_class),) if slo_class else ()
-    labels = frame.selection().labels
+    labels = choice.selection().labels
     targets = slo_targets(watcher.view(), labels).get(slo_class or DEFAULT_CLASS, {})
     objectives = latest(
         Gauge(name="quire_slo_objective_ratio", labels=own, by="slo", how="max"), watcher.view(), labels

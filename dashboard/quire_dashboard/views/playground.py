@@ -10,7 +10,7 @@ import streamlit as st
 from quire_client import Chunk, Client, ClientError
 from streamlit.delta_generator import DeltaGenerator
 
-from quire_dashboard import frame, snippets, words
+from quire_dashboard import choice, frame, snippets, watchers, words
 from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, Turn, chat_request
 from quire_dashboard.choice import slo_class_picker
 
@@ -87,10 +87,10 @@ def show() -> None:
 def _says(ask: Callable[[Client, str], bool], model: str) -> bool:
     """What the server says of the model; asked once per visitor. False: it does not say."""
     known: dict[tuple[str, str, str], bool] = st.session_state.setdefault("said_of_models", {})
-    which = (ask.__name__, frame.selection().server, model)
+    which = (ask.__name__, choice.selection().server, model)
     if which not in known:
         try:
-            known[which] = ask(frame.monitor().client, model)
+            known[which] = ask(watchers.monitor().client, model)
         except ClientError:
             return False
     return known[which]
@@ -145,7 +145,7 @@ def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str
     with st.form("completion_form"):
         prompt = st.text_area("Prompt", "def fib(", height=120, key="prompt")
         sent = st.form_submit_button("Generate", type="primary")
-    server = frame.selection().server
+    server = choice.selection().server
     if sent and prompt:
         asked = _Asked(server=server, model=model, prompt=prompt, sampling=sampling, parameters=parameters)
         answer = st.session_state["completion"] = _Answer(asked=asked)
@@ -189,7 +189,7 @@ def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
             sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
         _show_turn(question)
         asked = _Asked(
-            server=frame.selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters,
+            server=choice.selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters,
             images=[image for turn in [*turns, question] for image in turn.images],
         )  # fmt: skip
         answer = _Answer(asked=asked)
@@ -246,7 +246,7 @@ def _stream(answer: _Answer) -> None:
     options = {**asked.sampling, "parameters": asked.parameters, "timeout": _TIMEOUT_S,
                "images": [content for _, content in asked.images]}  # fmt: skip
     try:
-        with closing(frame.monitor().client.stream(asked.model, asked.prompt, beat=_BEAT_S, **options)) as chunks:
+        with closing(watchers.monitor().client.stream(asked.model, asked.prompt, beat=_BEAT_S, **options)) as chunks:
             for chunk in chunks:
                 answer.text += chunk.text
                 answer.last = chunk
@@ -272,7 +272,7 @@ def _elsewhere(asked: _Asked) -> None:
     what = (asked.model, asked.prompt, asked.sampling, asked.parameters)
     names = [name for name, _ in asked.images]
     with st.expander("The same request by curl, and from Python"):
-        command = snippets.curl(frame.monitors()[asked.server].settings.http, *what, image_names=names)
+        command = snippets.curl(watchers.monitors()[asked.server].settings.http, *what, image_names=names)
         st.code(command, language="bash", wrap_lines=True)
         st.code(snippets.python(asked.server, *what, image_names=names), language="python")
 

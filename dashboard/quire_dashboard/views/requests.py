@@ -9,7 +9,7 @@ import streamlit as st
 from quire_client import ClientError
 from quire_client.snapshot import RequestState
 
-from quire_dashboard import frame, words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.charts import timeline_spec, timeline_table
 
 _MOST_BARS = 40
@@ -39,7 +39,7 @@ def show() -> None:
 def _now() -> None:
     if frame.server_away():
         return
-    picked = frame.selection()
+    picked = choice.selection()
     snapshot = frame.snapshot_or_reason(picked.model)
     if snapshot is None:
         return
@@ -61,7 +61,7 @@ def _now() -> None:
         _one(picked, {request.id: request for request in requests})
 
 
-def _table(picked: frame.Selection, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
+def _table(picked: choice.Selection, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
     """The table, in which a request is chosen; it stays so when it has ended."""
 
     def note(id_: str | None) -> None:
@@ -76,7 +76,7 @@ def _table(picked: frame.Selection, requests: Sequence[RequestState], names: Map
     )  # fmt: skip
 
 
-def _chosen(picked: frame.Selection) -> _Chosen | None:
+def _chosen(picked: choice.Selection) -> _Chosen | None:
     """The request that is chosen, if it is of what is selected."""
     chosen: _Chosen | None = st.session_state.get(_CHOSEN)
     return chosen if chosen is not None and (chosen.server, chosen.model) == (picked.server, picked.model) else None
@@ -134,7 +134,7 @@ def _timeline(requests: Sequence[RequestState], names: Mapping[str, str], chosen
          alt="Timeline of the requests")  # fmt: skip
 
 
-def _one(picked: frame.Selection, by_id: Mapping[str, RequestState]) -> None:
+def _one(picked: choice.Selection, by_id: Mapping[str, RequestState]) -> None:
     chosen = _chosen(picked)
     if chosen is None:
         if by_id:
@@ -168,7 +168,7 @@ def _one(picked: frame.Selection, by_id: Mapping[str, RequestState]) -> None:
     _cancelling(picked, request.id, name)
 
 
-def _cancelling(picked: frame.Selection, request_id: str, name: str) -> None:
+def _cancelling(picked: choice.Selection, request_id: str, name: str) -> None:
     """The button, and once it was pressed the question whether that is meant.
 
     Labels and callbacks hold this request, so that what is cancelled is what they name even if the list has changed.
@@ -177,7 +177,7 @@ def _cancelling(picked: frame.Selection, request_id: str, name: str) -> None:
         if st.session_state.get(_CONFIRMING) != request_id:
             st.button(f"Cancel {name}…", key=f"cancel-{request_id}", on_click=_ask, args=(request_id,))
             return
-        at = f" at {words.as_code(picked.server)}" if len(frame.monitors()) > 1 else ""
+        at = f" at {words.as_code(picked.server)}" if len(watchers.monitors()) > 1 else ""
         st.markdown(f"Cancel {name}{at}? Its client gets nothing more than what it has, and it cannot be taken back.")
         st.button(f"Cancel {name} now", key=f"confirm-{request_id}", type="primary", on_click=_cancel,
                   args=(picked.server, picked.model, request_id, name))  # fmt: skip
@@ -190,7 +190,7 @@ def _ask(request_id: str | None) -> None:
 
 def _cancel(server: str, model: str, request_id: str, name: str) -> None:
     _ask(None)
-    watcher = frame.monitors()[server]
+    watcher = watchers.monitors()[server]
     try:
         done = watcher.client.cancel(model, request_id)
         text = f"Request {name} was cancelled." if done else f"Request {name} had already ended."
