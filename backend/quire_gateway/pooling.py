@@ -66,9 +66,7 @@ def parse_embeddings(fields: Fields) -> PoolingCall:
 def parse_pooling(fields: Fields) -> PoolingCall:
     """The body of /pooling."""
     model, texts, vector = take_model(fields), _take_input(fields), _take_encoding(fields)
-    task = fields.take("task")
-    if task is not None and not isinstance(task, str):
-        raise InvalidRequestError("task", "task must be a string")
+    task = fields.take_as(str, "task", "a string")
 
     def item(index: int, part: npt.NDArray[np.float32]) -> dict[str, Any]:
         return {"object": "pooling", "index": index, "data": vector(part)}

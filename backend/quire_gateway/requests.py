@@ -115,7 +115,7 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     """
     model = take_model(fields)
     stream = fields.flag("stream")
-    options = _stream_options(fields.take("stream_options"), stream)
+    options = _stream_options(fields.take_as(dict, "stream_options", "an object"), stream)
     for name in _IGNORED:
         fields.take(name)
     returns_token_ids = fields.flag("return_token_ids")
@@ -143,12 +143,10 @@ def take_model(fields: Fields) -> str:
     return model
 
 
-def _stream_options(options: Any, stream: bool) -> set[str]:
+def _stream_options(options: dict[str, Any] | None, stream: bool) -> set[str]:
     """Those that are true."""
     if options is None:
         return set()
-    if not isinstance(options, dict):
-        raise InvalidRequestError("stream_options", "stream_options must be an object")
     if not stream:
         raise InvalidRequestError("stream_options", "stream_options is given without stream, which must then be true")
     for name, value in options.items():
