@@ -30,7 +30,7 @@ if not list(Path("/dev").glob("nvidia[0-9]*")):
 SERVERS = ("tests/integration/", "tests/unit/cli/", "tests/dashboard/test_browser.py")
 """Tests with servers and browsers."""
 
-SPREAD = ("tests/integration/test_start_stop.py", "tests/unit/cli/test_supervisor.py")
+SPREAD = ("tests/integration/test_start_stop.py", "tests/unit/cli/server/test_supervisor.py")
 """Files of which each test is a group."""
 
 SHARING = (

@@ -1,15 +1,19 @@
 """EngineExporters: what exports the statistics of each engine of a model, to /metrics and by OTLP.
 
-Engines come and leave while the model is served (`scale`, and those of other hosts by themselves). Each has a number,
-which is the label `engine` of its series; they are there once it is up, and gone when it has left.
+Each engine has series of its own, with its number as the label `engine`: then a counter never goes back because another
+engine counts less, and what one engine is doing can be told from what all do. Engines come and leave while the model is
+served (`scale`, and those of other hosts by themselves). Their series are there once they are up, and gone when they
+have left.
 """
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from quire_engine.stats import FinishedRequestStats, StatLogger
-from quire_monitoring import ByEngine, ReplicaStatLoggers, TritonStatLogger
+from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_monitoring import TritonStatLogger
 
 from quire_backend.engine_number import EngineNumber
 
@@ -17,8 +21,18 @@ if TYPE_CHECKING:
     from quire_monitoring.otel import OtelStatLogger
 
 
+@dataclass(slots=True)
+class _Engine:
+    """What one engine has."""
+
+    number: EngineNumber
+    metrics: TritonStatLogger
+    otel: "OtelStatLogger | None"
+    is_started: bool = False
+
+
 class EngineExporters:
-    """Numbers and exporters, by the engine's index.
+    """The `StatLogger` of all engines of a model.
 
     Args:
         make_number: takes the number of an engine, by its index.
@@ -39,11 +53,8 @@ class EngineExporters:
     ) -> None:
         self._make_number, self._make_metrics, self._make_otel = make_number, make_metrics, make_otel
         self._sends_totals = sends_totals
-        self._numbers: dict[int, EngineNumber] = {}
-        self._otels: dict[int, OtelStatLogger] = {}
-        self.metrics = ReplicaStatLoggers([])
-        self._traces = ByEngine([])
-        self._started: set[int] = set()
+        self._engines: Mapping[int, _Engine] = {}
+        """By index. It is replaced and never changed, as other threads read it."""
         self._lock = threading.Lock()
         """Held while series are made or removed, which may take a while."""
         self._listing = threading.Lock()
@@ -51,23 +62,14 @@ class EngineExporters:
         self._has_stopped = False
         self.expect(range(num_engines))
 
-    @property
-    def stat_loggers(self) -> list[StatLogger]:
-        """The loggers that record every step."""
-        return [self.metrics, self._traces] if self._otels else [self.metrics]
-
     def expect(self, indices: Collection[int]) -> None:
         """Have exporters for these engines, before they are there: they only add up until `match`. Returns at once."""
         with self._listing:
             for index in indices:
-                if index in self._numbers or self._has_stopped:
-                    continue
-                number = self._numbers[index] = self._make_number(index)
-                self.metrics.add(index, self._make_metrics(number.label))
-                otel = self._make_otel(number.label)
-                if otel is not None:  # all have one, or none has
-                    self._otels[index] = otel
-                    self._traces.add(index, otel)
+                if index not in self._engines and not self._has_stopped:
+                    number = self._make_number(index)
+                    engine = _Engine(number, self._make_metrics(number.label), self._make_otel(number.label))
+                    self._engines = {**self._engines, index: engine}
 
     def start(
         self,
@@ -75,10 +77,17 @@ class EngineExporters:
         workers_up: Callable[[int], Sequence[bool]],
         cache_config: Callable[[int], Mapping[str, str]],
     ) -> None:
-        """Create all series; see `ReplicaStatLoggers.start`."""
+        """Create all series, and start to write.
+
+        Args:
+            is_up: whether an engine is healthy, by its index.
+            workers_up: the same for each of its ranks.
+            cache_config: how its KV cache is made, see `TritonStatLogger.start`; raises IndexError of one that is not
+                there yet.
+        """
         with self._lock:
-            self.metrics.start(is_up, workers_up, cache_config)
-            self._start_otels()
+            self._is_up, self._workers_up, self._cache_config = is_up, workers_up, cache_config
+            self._start_expected()
 
     def match(self, indices: Callable[[], Collection[int]]) -> None:
         """Create the series of engines that have come, and remove those of engines that have left.
@@ -91,44 +100,70 @@ class EngineExporters:
                 return
             present = indices()
             self.expect(present)
-            self._remove([index for index in list(self._numbers) if index not in present])
-            self.metrics.start_added()
-            self._start_otels()
+            with self._listing:
+                leaving = [engine for index, engine in self._engines.items() if index not in present]
+                self._engines = {index: engine for index, engine in self._engines.items() if index in present}
+            for engine in leaving:
+                _end(engine, is_down=False)
+            self._start_expected()
 
-    def _start_otels(self) -> None:
-        if self._sends_totals:
-            for index in [index for index in list(self._otels) if index not in self._started]:
-                self._otels[index].start(self.metrics.totals(index))
-        self._started = set(self._otels)
+    def _start_expected(self) -> None:
+        for index, engine in self._engines.items():
+            if engine.is_started:
+                continue
+            try:
+                config = self._cache_config(index)
+            except IndexError:  # `match` is called once it is there
+                continue
+            engine.is_started = True
+            engine.metrics.start(partial(self._is_up, index), partial(self._workers_up, index), config)
+            if engine.otel is not None and self._sends_totals:
+                engine.otel.start(engine.metrics.totals())
 
-    def _remove(self, indices: Collection[int]) -> None:
-        with self._listing:
-            leaving = self.metrics.drop(indices)
-            self._traces.drop(indices)
-            otels = [self._otels.pop(index) for index in indices if index in self._otels]
-            numbers = [self._numbers.pop(index) for index in indices]
-        are_gone = [logger.stop(is_down=False) for logger in leaving]
-        for otel in otels:
-            otel.stop()
-        for number, is_gone in zip(numbers, are_gone, strict=True):
-            if is_gone:  # the next engine makes the same series
-                number.release()
-        self._started.difference_update(indices)
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        """Record one step; returns at once. What comes late of an engine that has left is not counted."""
+        engine = self._engines.get(iteration_stats.engine_index)
+        if engine is not None:
+            engine.metrics.record(scheduler_stats, iteration_stats)
+            if engine.otel is not None:
+                engine.otel.record(scheduler_stats, iteration_stats)
+
+    def record_lost(self, requests: Sequence[FinishedRequestStats]) -> None:
+        """Count requests that an earlier server has lost. They have no traces."""
+        self._engines[0].metrics.record(None, IterationStats(finished_requests=list(requests)))
 
     def record_rejection(self, request: FinishedRequestStats) -> None:
         """Count a request that was rejected before it reached an engine; the first engine's series count it."""
-        self.metrics.record_rejection(None if request.slo_verdict is None else request.options.slo.slo_class)
-        if self._otels:
-            self._otels[0].record_rejection(request)
+        first = self._engines[0]
+        first.metrics.record_rejection(None if request.slo_verdict is None else request.options.slo.slo_class)
+        if first.otel is not None:
+            first.otel.record_rejection(request)
+
+    def when_written(self, callback: Callable[[], None]) -> None:
+        """Call back when the counters of all engines include what was recorded until now."""
+        engines = list(self._engines.values())
+        left = iter(range(len(engines))[::-1])
+
+        def one_is_written() -> None:
+            if next(left) == 0:  # a call of C: no other thread comes in between
+                callback()
+
+        for engine in engines:
+            engine.metrics.when_written(one_is_written)
 
     def stop(self) -> None:
         """End all, and remove all series. Again, if the server did not take the last of them before."""
         with self._lock:
             with self._listing:
                 self._has_stopped = True
-            are_gone = self.metrics.stop()
-            while self._otels:
-                self._otels.popitem()[1].stop()
-            if are_gone:  # the next engine makes the same series
-                for number in self._numbers.values():
-                    number.release()  # or else the end of this process does it
+            for engine in self._engines.values():
+                _end(engine, is_down=True)
+
+
+def _end(engine: _Engine, *, is_down: bool) -> None:
+    is_gone = engine.metrics.stop(is_down=is_down)
+    otel, engine.otel = engine.otel, None
+    if otel is not None:
+        otel.stop()
+    if is_gone:  # the next engine makes the same series
+        engine.number.release()  # or else the end of this process does it

@@ -15,7 +15,7 @@ from quire_engine.encoders.image_encoder import image_family
 from quire_engine.errors import EngineError, is_failure
 from quire_engine.models.served import read_checkpoint
 from quire_engine.pooling import NO_POOLING_INFO, PoolingInfo
-from quire_engine.stats import FinishedRequestStats, IterationStats, StatLogger
+from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.extras import install_command
 from quire_engine.system.process_state import started_at
 from quire_engine.tasks.reading import read_pooling_info
@@ -203,8 +203,8 @@ class TritonPythonModel:
             owner=(labels["model"], labels["version"], args["model_instance_name"]),
         )  # fmt: skip
         if self._ended_requests.lost:
-            self._exporters.metrics.record(None, IterationStats(finished_requests=list(self._ended_requests.lost)))
-        engine = self._engine = make_engine(config, [*self._exporters.stat_loggers, self._ended_requests])
+            self._exporters.record_lost(self._ended_requests.lost)
+        engine = self._engine = make_engine(config, [self._exporters, self._ended_requests])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
             num_instances=num_instances,
@@ -213,7 +213,7 @@ class TritonPythonModel:
             engine,
             config.frontend,
             on_rejected=self._record_rejection,
-            when_counted=self._exporters.metrics.when_written,
+            when_counted=self._exporters.when_written,
             scale=self._scale,
             ended_requests=self._ended_requests,
             model=labels["model"],

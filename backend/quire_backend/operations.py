@@ -23,11 +23,11 @@ from quire_engine.lora import LoRARequest
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.chat_format import chat_format
-from quire_backend.engine import Engine
 from quire_backend.introspection import IntrospectionRequest
 from quire_backend.response_queue import ResponseStream
 
 if TYPE_CHECKING:
+    from quire_engine.async_llm import AsyncLLM
     from quire_engine.snapshot import Snapshot
 
 EXPECTED_ERRORS = (RequestError, OperationError, EngineDeadError, EngineUnavailableError)
@@ -51,7 +51,7 @@ class Operations:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "AsyncLLM",
         config: FrontendConfig,
         ended_requests: EndedRequestLog,
         *,

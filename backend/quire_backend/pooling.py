@@ -27,7 +27,6 @@ from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUT
 from quire_backend.request import (
     LONG_PROMPT,
     OTHER_PARAMETERS,
-    Adapters,
     LongConversation,
     agreeing_values,
     flag,
@@ -42,6 +41,7 @@ from quire_backend.request import (
 from quire_backend.triton_api import Tensor, TritonRequest, request_parameters
 
 if TYPE_CHECKING:
+    from quire_engine.adapters.registry import AdapterRegistry
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
 
@@ -126,7 +126,7 @@ def is_for_vectors(request: TritonRequest, names: Collection[str], info: Pooling
     return '"task"' in parameters and "task" in json.loads(parameters)
 
 
-def parse_pooling(request: TritonRequest, info: PoolingInfo, adapters: Adapters) -> PoolingRequest:
+def parse_pooling(request: TritonRequest, info: PoolingInfo, adapters: "AdapterRegistry") -> PoolingRequest:
     """Parse a request. Keeps no reference to the request's memory.
 
     Args:

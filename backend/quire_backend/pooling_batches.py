@@ -22,7 +22,6 @@ from quire_engine.pooling import HEAD_TASKS, TOKEN_TASKS, PoolingInfo, similarit
 from quire_engine.sampling_params import RequestOptions
 from quire_engine.stats import AbortedBy
 
-from quire_backend.engine import Engine
 from quire_backend.pooling import EMBEDDING_REQUEST, PoolingBatch, PoolingRequest, bytes_in_response
 from quire_backend.request import INPUT_NAMES, LongConversation
 from quire_backend.response_queue import ResponseQueue, ResponseStream
@@ -30,6 +29,7 @@ from quire_backend.responses import CANCELLED, MAX_RESPONSE_BYTES, answer_of, fa
 from quire_backend.triton_api import strings
 
 if TYPE_CHECKING:
+    from quire_engine.async_llm import AsyncLLM
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
 
@@ -74,7 +74,7 @@ class PoolingBatches:
     def __init__(
         self,
         serving: RequestOwner,
-        engine: Engine,
+        engine: "AsyncLLM",
         responses: ResponseQueue,
         *,
         max_queued_requests: int | None,

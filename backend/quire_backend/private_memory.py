@@ -16,7 +16,7 @@ def make_private() -> None:
     """Remove the permissions of other users from every file in /dev/shm that this process has open.
 
     Call it before the first request. A process that has opened a region before keeps its access, so `quire serve`
-    starts the server in a way that makes regions private from the beginning (`quire_cli.private_memory`).
+    starts the server in a way that makes regions private from the beginning (`quire_cli.server.private_memory`).
     """
     found = 0
     for descriptor in map(int, os.listdir("/proc/self/fd")):

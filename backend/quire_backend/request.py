@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -34,6 +34,9 @@ from quire_engine.slo import RequestSLO
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import MOST_LABEL_CHARACTERS, Tensor, TritonRequest, request_id, request_parameters
 
+if TYPE_CHECKING:
+    from quire_engine.adapters.registry import AdapterRegistry
+
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 INPUT_NAMES = {
     "prompt": "text_input", "prompt_token_ids": "input_ids", "pair": "text_pair", "multi_modal_data": "image",
@@ -54,16 +57,6 @@ _MOST_SHOWN_ADAPTERS = 32
 INPUTS_ALONE = ("image", "embedding_request")
 """Inputs of vllm_backend's that are no parameters. tritonserver passes keys of these names in `parameters` of an HTTP
 body on as parameters, and so those in the body itself where the model does not declare the input."""
-
-
-class Adapters(Protocol):
-    """The part of the engine's `AdapterRegistry` that is used here."""
-
-    @property
-    def is_enabled(self) -> bool: ...
-    @property
-    def names(self) -> list[str]: ...
-    def find(self, request: LoRARequest | None) -> Adapter | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +136,7 @@ class GenerateRequest:
 
 
 def parse_request(
-    request: TritonRequest, defaults: DefaultSamplingParams = NO_DEFAULTS, adapters: Adapters | None = None
+    request: TritonRequest, defaults: DefaultSamplingParams = NO_DEFAULTS, adapters: "AdapterRegistry | None" = None
 ) -> GenerateRequest:
     """Parse a request. Keeps no reference to the request's memory.
 
@@ -173,7 +166,7 @@ def parse_request(
 
 
 def take_options(
-    request: TritonRequest, values: dict[str, Any], operation: str, adapters: Adapters | None
+    request: TritonRequest, values: dict[str, Any], operation: str, adapters: "AdapterRegistry | None"
 ) -> RequestOptions:
     """The caller's other options.
 
@@ -200,7 +193,7 @@ def take_options(
     )
 
 
-def _adapter(name: str | None, adapters: Adapters | None) -> Adapter | None:
+def _adapter(name: str | None, adapters: "AdapterRegistry | None") -> Adapter | None:
     if name is None:
         return None
     if adapters is None or not adapters.is_enabled:

@@ -33,7 +33,6 @@ from quire_engine.stats import AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
-from quire_backend.engine import Engine
 from quire_backend.introspection import IntrospectionRequest, TokenGuard, parse_introspection
 from quire_backend.operations import EXPECTED_ERRORS, Operations
 from quire_backend.pooling import OPERATION, is_for_vectors, parse_pooling
@@ -57,6 +56,7 @@ from quire_backend.tokenization import TokenizationRequest, answer_tokenization,
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
+    from quire_engine.async_llm import AsyncLLM
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
 
@@ -95,7 +95,7 @@ class Serving:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "AsyncLLM",
         config: FrontendConfig,
         on_rejected: Callable[[FinishedRequestStats], None] = lambda request: None,
         when_counted: Callable[[Callable[[], None]], None] = lambda callback: callback(),

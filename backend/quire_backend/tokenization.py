@@ -10,7 +10,7 @@ A request with the parameter `task` is answered once, with JSON in `text_output`
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
@@ -20,35 +20,11 @@ from quire_engine.pooling import TASKS
 from quire_backend.request import Embeds, LongConversation, Prompt, decode_images, parse_images, parse_prompt
 from quire_backend.triton_api import TritonRequest, request_parameters
 
+if TYPE_CHECKING:
+    from quire_engine.frontend.input_processor import InputProcessor
+
 _TASKS = ("tokenize", "detokenize")
 _OTHER_TASKS = ("generate", *TASKS)
-
-
-class Tokenizer(Protocol):
-    """The part of the engine's input processor that is used here."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    def apply_chat_template(self, conversation: Conversation) -> list[int] | dict[str, Any]:
-        """The prompt of a conversation; raises RequestError."""
-        ...
-
-    def expand_images(self, prompt: dict[str, Any]) -> list[int]:
-        """Token ids of a conversation with images; raises RequestError."""
-        ...
-
-    def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text; raises RequestError."""
-        ...
-
-    def token_strings(self, token_ids: list[int]) -> list[str]:
-        """The tokenizer's own names of tokens; raises RequestError."""
-        ...
-
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of tokens."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +70,7 @@ def parse_tokenization(request: TritonRequest) -> TokenizationRequest | None:
     return TokenizationRequest(prompt=prompt, add_special_tokens=add_special_tokens, images=images)
 
 
-def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def answer_tokenization(request: TokenizationRequest, tokenizer: "InputProcessor") -> dict[str, Any]:
     """What the model answers.
 
     Args:

@@ -41,11 +41,9 @@ class Tensor(Protocol):
 
     def name(self) -> str:
         """The input's name."""
-        ...
 
     def as_numpy(self) -> npt.NDArray[Any]:
         """Its values; BYTES as an array of `bytes` objects."""
-        ...
 
 
 class ResponseSender(Protocol):
@@ -53,11 +51,9 @@ class ResponseSender(Protocol):
 
     def send(self, response: Any = ..., flags: int = ...) -> None:
         """Send a response; blocks for a round trip to the server process."""
-        ...
 
     def is_cancelled(self) -> bool:
         """Whether the client has disconnected or cancelled. Never call it once the final response is being sent."""
-        ...
 
 
 class TritonRequest(Protocol):
@@ -65,27 +61,21 @@ class TritonRequest(Protocol):
 
     def inputs(self) -> list[Tensor]:
         """The inputs that were sent."""
-        ...
 
     def parameters(self) -> str:
         """The request parameters as a JSON object."""
-        ...
 
     def request_id(self) -> str:
         """The client's request id, which need not be unique."""
-        ...
 
     def timeout(self) -> int:
         """The client's timeout in microseconds; 0: none."""
-        ...
 
     def trace(self) -> Any:
         """The server's trace of it; not in servers before 24.02."""
-        ...
 
     def get_response_sender(self) -> ResponseSender:
         """What sends its responses."""
-        ...
 
 
 def request_parameters(request: TritonRequest) -> str:

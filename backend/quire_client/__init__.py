@@ -16,7 +16,7 @@ from quire_client.ended import EndedAnswer, EndedRequest
 from quire_client.snapshot import AdapterInfo, Snapshot
 
 if TYPE_CHECKING:
-    from quire_client.client import AsyncClient, Chunk, Client, Prompt, Scaled
+    from quire_client.client import AsyncClient, Chunk, Client, Scaled
     from quire_client.errors import (
         Cancelled,
         ClientError,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         NotFound,
         Unavailable,
     )
+    from quire_client.messages import Prompt
     from quire_client.pooling import Pooled
 
 __all__ = [

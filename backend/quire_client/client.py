@@ -1,7 +1,6 @@
 """AsyncClient and Client: generate and embed with a model, and operate it."""
 
 import asyncio
-import base64
 import functools
 import json
 import os
@@ -12,22 +11,18 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapp
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from tritonclient.grpc import service_pb2
 
 from quire_client.ended import EndedAnswer
 from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected
-from quire_client.messages import Value, infer_request, is_final, outputs_of
-from quire_client.pooling import Pooled, Texts, last_pooled, pooling_request
+from quire_client.messages import Prompt, Value, encoded_images, infer_request, is_final, outputs_of, prompt_input
+from quire_client.pooling import Pooled, Texts, pooling_request
 from quire_client.snapshot import AdapterInfo, Snapshot
 from quire_client.streams import ANSWER_S, Connection
 
-Prompt = str | list[int] | list[dict[str, str]] | list[dict[str, Any]] | npt.NDArray[np.float32]
-"""Text, token ids, a conversation of `{"role": …, "content": …}`, or hidden states, [tokens, E]."""
 TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -90,6 +85,9 @@ class _Cancelled(msgspec.Struct):
 class AsyncClient:
     """Talks to one tritonserver. Made and used in one event loop; connects when it is first used, and again by itself.
 
+    Every call raises `ClientError`, or the class of it that the status has, if the server is away, or the model rejects
+    the request, does not allow it, or fails.
+
     Args:
         url: HOST:PORT of its gRPC.
         token: the models' `introspection_token`, for seeing and cancelling requests; None: that of the environment
@@ -128,16 +126,11 @@ class AsyncClient:
             parameters: the request's own, such as `slo_class`; `docs/requests.md` has them.
             sampling: sampling parameters under vLLM's names, such as `max_tokens` and `temperature`; and `lora_name`,
                 the LoRA adapter to generate with.
-
-        Raises:
-            ClientError: the model has rejected it, or failed; or the server is away.
         """
         request = self._request(model, prompt, images, sampling, parameters, request_id, stream=True)
-        start = time.perf_counter()
-        async with aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                if response.outputs:
-                    yield _chunk(response, time.perf_counter() - start)
+        async with aclosing(self._chunks(request, timeout)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def generate(
         self, /, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
@@ -145,23 +138,19 @@ class AsyncClient:
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
         request = self._request(model, prompt, images, sampling, parameters, request_id, stream=False)
-        start = time.perf_counter()
-        chunk = Chunk()
-        async with aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                if response.outputs:
-                    chunk = _chunk(response, time.perf_counter() - start)
-        if not chunk.texts:
+        async with aclosing(self._chunks(request, timeout)) as chunks:
+            found = [chunk async for chunk in chunks if chunk.texts]
+        if not found:
             raise ClientError(f"{model} gave no answer")
-        return chunk
+        return found[-1]
 
     def _request(
         self, model: str, prompt: Prompt, images: Sequence[bytes], sampling: Mapping[str, Any],
         parameters: Mapping[str, Any] | None, request_id: str, *, stream: bool,
     ) -> Any:  # fmt: skip
-        name, value = _prompt_input(prompt)
+        name, value = prompt_input(prompt)
         inputs: dict[str, Value] = {name: value, "sampling_parameters": json.dumps(sampling), "stream": stream}
-        inputs |= {"image": [base64.b64encode(image).decode() for image in images]} if images else {}
+        inputs |= {"image": encoded_images(images)} if images else {}
         return infer_request(model, {**inputs, **dict.fromkeys(_FLAGS, True)}, parameters, request_id)
 
     # -- vectors instead of text --------------------------------------------------------------------------------------
@@ -176,9 +165,6 @@ class AsyncClient:
 
         Returns:
             `data` is [texts, D].
-
-        Raises:
-            ClientError: the model has rejected it, or failed; or the server is away.
         """
         return await self.pool(model, "embed", texts, **options)
 
@@ -196,9 +182,6 @@ class AsyncClient:
 
         Returns:
             `data` is [pairs, 1].
-
-        Raises:
-            ClientError: the model has rejected it, or failed; or the server is away.
         """
         return await self.pool(model, "score", texts, pairs, **options)
 
@@ -212,9 +195,6 @@ class AsyncClient:
 
         Returns:
             `data` is [texts, classes], and `labels` names the classes.
-
-        Raises:
-            ClientError: the model has rejected it, or failed; or the server is away.
         """
         return await self.pool(model, "classify", texts, **options)
 
@@ -232,13 +212,12 @@ class AsyncClient:
             request_id: a name for it, by which operators find it.
             timeout: seconds for all of it.
             parameters: of the task, and others such as `priority` and `slo_class`.
-
-        Raises:
-            ClientError: the model has rejected it, or failed; or the server is away.
         """
         request = pooling_request(model, task, texts, pairs, parameters, request_id)
-        async with aclosing(self._responses(request, timeout)) as responses:
-            pooled = await last_pooled(responses)
+        try:
+            pooled = await self._connection.pooled(request, timeout)
+        except ClientError as error:
+            raise self._named(error) from None
         if pooled is None:
             raise ClientError(f"{model} gave no answer")
         return pooled
@@ -259,11 +238,7 @@ class AsyncClient:
                 raise self._named(error) from None
 
     async def models(self) -> list[str]:
-        """The models that are ready.
-
-        Raises:
-            ClientError: the server is away.
-        """
+        """The models that are ready."""
         try:
             return await self._connection.ready_models()
         except ClientError as error:
@@ -272,42 +247,24 @@ class AsyncClient:
     async def health(self, model: str) -> bool:
         """Whether the model's engine runs. The server alone does not know: to it, a model is ready while its engine is
         started again.
-
-        Raises:
-            ClientError: the server is away, or there is no such model.
         """
         return (await self._ask(model, "health", _Health)).healthy
 
     async def has_chat_template(self, model: str) -> bool:
-        """Whether the model's checkpoint says how a chat is written.
-
-        Raises:
-            ClientError: the server is away, or does not say.
-        """
+        """Whether the model's checkpoint says how a chat is written."""
         return (await self._ask(model, "chat_format", _ChatFormat)).has_chat_template
 
     async def takes_images(self, model: str) -> bool:
-        """Whether the model's prompts may have images.
-
-        Raises:
-            ClientError: the server is away, or does not say.
-        """
+        """Whether the model's prompts may have images."""
         return (await self._ask(model, "chat_format", _ChatFormat)).takes_images
 
     async def snapshot(self, model: str) -> Snapshot:
-        """The model's requests, blocks and ranks, now. Needs the token.
-
-        Raises:
-            ClientError: the server is away, or does not allow it.
-        """
+        """The model's requests, blocks and ranks, now. Needs the token."""
         return await self._ask(model, "snapshot", Snapshot, token=self._token)
 
     async def ended(self, model: str, cursor: str = "") -> EndedAnswer:
         """The model's requests that have ended: those since the answer with this cursor; without one all that it keeps.
         Needs the token.
-
-        Raises:
-            ClientError: the server is away, or does not allow it.
         """
         shown = {"cursor": cursor} if cursor else None
         return await self._ask(model, "ended", EndedAnswer, shown, token=self._token)
@@ -317,28 +274,17 @@ class AsyncClient:
 
         Returns:
             False if it had ended.
-
-        Raises:
-            ClientError: the server is away, or does not allow it.
         """
         shown = {"cancel_request_id": request_id}
         return (await self._ask(model, "cancel", _Cancelled, shown, token=self._token)).cancelled
 
     async def scale(self, model: str, num_replicas: int) -> Scaled:
-        """Have the model run so many replicas on the server's host; it takes as long as they take to start.
-
-        Raises:
-            ClientError: the server is away, or the model has rejected it.
-        """
+        """Have the model run so many replicas on the server's host; it takes as long as they take to start."""
         shown = {"replicas": num_replicas}
         return await self._ask(model, "scale", Scaled, shown, token=self._token, timeout=None)
 
     async def is_sleeping(self, model: str) -> bool:
-        """Whether the model's engine sleeps.
-
-        Raises:
-            ClientError: the server is away, or there is no such model.
-        """
+        """Whether the model's engine sleeps."""
         return (await self._ask(model, "health", _Health)).is_sleeping
 
     async def sleep(self, model: str, level: int = 1, mode: str = "wait") -> None:
@@ -348,9 +294,6 @@ class AsyncClient:
             model: its name.
             level: 1 frees the KV cache, and on a GPU moves the weights to host memory; 2 discards the weights as well.
             mode: `wait` for live requests to end, however long that takes, or `abort` them.
-
-        Raises:
-            ClientError: the server is away, or the model has rejected it.
         """
         await self._operate(model, "sleep", level=level, mode=mode)
 
@@ -372,22 +315,14 @@ class AsyncClient:
         await self._operate(model, "update_weights", weights_path=weights_path)
 
     async def reset_prefix_cache(self, model: str) -> None:
-        """Forget all cached prefixes; live requests go on. Needs the token.
-
-        Raises:
-            ClientError: the server is away, or the model has rejected it.
-        """
+        """Forget all cached prefixes; live requests go on. Needs the token."""
         await self._operate(model, "reset_prefix_cache")
 
     async def _operate(self, model: str, operation: str, **arguments: Any) -> None:
         await self._ask(model, operation, dict[str, Any], arguments, token=self._token, timeout=None)
 
     async def loras(self, model: str) -> list[AdapterInfo]:
-        """The model's LoRA adapters. Needs the token.
-
-        Raises:
-            ClientError: the server is away, or does not allow it.
-        """
+        """The model's LoRA adapters. Needs the token."""
         return await self._ask(model, "loras", list[AdapterInfo], token=self._token)
 
     async def load_lora(
@@ -436,10 +371,10 @@ class AsyncClient:
         """The model's answer to `introspect`."""
         proof = {"introspection_token": token} if token else {}
         request = infer_request(model, {}, {"introspect": question, **(parameters or {}), **proof})
-        text = ""
-        async with aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                text += "".join(outputs_of(response).get("text_output", ()))
+        try:
+            text = await self._connection.text(request, timeout)
+        except ClientError as error:
+            raise self._named(error) from None
         try:
             return msgspec.json.decode(text, type=kind)
         except ValueError:
@@ -448,11 +383,13 @@ class AsyncClient:
                 f"{model} answers {question} with {said!r}; is it a model of Quire, of this version?"
             ) from None
 
-    async def _responses(self, request: Any, timeout: float | None) -> AsyncGenerator[Any, None]:
+    async def _chunks(self, request: Any, timeout: float | None) -> AsyncGenerator[Chunk, None]:
+        start = time.perf_counter()
         try:
             async with aclosing(self._connection.responses(request, timeout)) as responses:
                 async for response in responses:
-                    yield response
+                    if response.outputs:
+                        yield _chunk(response, time.perf_counter() - start)
         except ClientError as error:
             raise self._named(error) from None
 
@@ -464,17 +401,6 @@ class AsyncClient:
         if isinstance(error, DeadlineExceeded) and "Deadline Exceeded" in str(error):  # as gRPC itself says it
             return DeadlineExceeded(f"the server at {self.url} did not answer in time (gRPC)")
         return error
-
-
-def _prompt_input(prompt: Prompt) -> tuple[str, Value]:
-    """The input that a prompt goes into, and its value."""
-    if isinstance(prompt, str):
-        return "text_input", prompt
-    if isinstance(prompt, np.ndarray):
-        return "prompt_embeds", prompt
-    if prompt and isinstance(prompt[0], Mapping):
-        return "messages", json.dumps(prompt, ensure_ascii=False)
-    return "input_ids", cast("list[int]", prompt)
 
 
 def _chunk(response: Any, seconds: float) -> Chunk:
@@ -545,9 +471,6 @@ class Client:
             prompt: see `Prompt`.
             beat: after so many seconds of silence comes an empty chunk, for callers that look up meanwhile.
             options: those of `AsyncClient.stream`.
-
-        Raises:
-            ClientError: the model has rejected it, or failed; or the server is away.
         """
         arrived: queue.SimpleQueue[Chunk | BaseException | None] = queue.SimpleQueue()
         pumping = self._submit(self._pump(arrived, model, prompt, options))

@@ -4,6 +4,8 @@ There is a response for every token or so of every stream, so reading one has to
 """
 
 import array
+import base64
+import json
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,27 @@ from tritonclient.grpc import service_pb2
 Value = str | bool | list[int] | list[str] | npt.NDArray[np.float32]
 """Of an input: texts are BYTES, a flag BOOL, token ids are INT32, and hidden states, [tokens, E], FP32."""
 
+Prompt = str | list[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | npt.NDArray[np.float32]
+"""Text, token ids, a conversation of `{"role": …, "content": …}`, that or more as the object which the model's input
+`messages` takes, or hidden states, [tokens, E]."""
+
 _SIZE = struct.Struct("<I")
+
+
+def prompt_input(prompt: Prompt) -> tuple[str, Value]:
+    """The input that a prompt goes into, and its value."""
+    if isinstance(prompt, str):
+        return "text_input", prompt
+    if isinstance(prompt, np.ndarray):
+        return "prompt_embeds", prompt
+    if isinstance(prompt, Mapping) or (prompt and isinstance(prompt[0], Mapping)):
+        return "messages", json.dumps(prompt, ensure_ascii=False)
+    return "input_ids", cast("list[int]", prompt)
+
+
+def encoded_images(images: Sequence[bytes]) -> list[str]:
+    """The value of the input `image`: files, in the order of their places."""
+    return [base64.b64encode(image).decode() for image in images]
 
 
 def infer_request(

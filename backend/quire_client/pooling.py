@@ -10,7 +10,7 @@
 
 import json
 import struct
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -70,14 +70,6 @@ def pooling_request(
     said = {name: value for name, value in said.items() if value is not None}
     inputs["pooling_parameters"] = json.dumps(said, ensure_ascii=False)
     return infer_request(model, {**inputs, "return_num_input_tokens": True}, None, request_id)
-
-
-async def last_pooled(responses: AsyncIterable[Any]) -> Pooled | None:
-    """The vectors of a request, from all of its responses; see `pooled_of`."""
-    pooled: Pooled | None = None
-    async for response in responses:
-        pooled = pooled_of(response) or pooled
-    return pooled
 
 
 def pooled_of(response: Any) -> Pooled | None:

@@ -9,13 +9,15 @@ the model's limit of an answer's bytes bounds it.
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from quire_client.errors import error_of, error_with
-from quire_client.messages import is_final
+from quire_client.messages import is_final, outputs_of
+from quire_client.pooling import Pooled, pooled_of
 
 MANY_STREAMS = 4
 """Channels for many streams at once: those of one share its flow-control window and its thread in the server."""
@@ -121,6 +123,17 @@ class Connection:
                 task.add_done_callback(_leaving.discard)
         if rejected:
             raise error_with(grpc.StatusCode.INVALID_ARGUMENT, rejected)
+
+    async def text(self, request: Any, timeout: float | None = None) -> str:
+        """All of `text_output` in the responses to a request; see `responses`."""
+        async with aclosing(self.responses(request, timeout)) as responses:
+            return "".join([text async for one in responses for text in outputs_of(one).get("text_output", ())])
+
+    async def pooled(self, request: Any, timeout: float | None = None) -> Pooled | None:
+        """The vectors in the responses to a request; None: there are none. See `responses`."""
+        async with aclosing(self.responses(request, timeout)) as responses:
+            found = [pooled async for one in responses if (pooled := pooled_of(one)) is not None]
+        return found[-1] if found else None
 
 
 async def _leave(call: Any, reader: "_Reader", is_over: bool) -> None:

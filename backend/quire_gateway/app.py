@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -25,13 +26,12 @@ from quire_gateway.fields import Fields, parse_object
 from quire_gateway.generation import generate
 from quire_gateway.large import run_if_large
 from quire_gateway.limits import RequestLimits
-from quire_gateway.loras import load_lora_adapter, unload_lora_adapter
 from quire_gateway.media import Media
 from quire_gateway.messages_answer import MessagesAnswer
 from quire_gateway.messages_request import parse_messages
 from quire_gateway.middleware import Gatekeeper, charge_of, error_response, request_id_of
 from quire_gateway.models import health, list_models, show_model, show_version
-from quire_gateway.operations import operate, update_weights
+from quire_gateway.operations import load_lora_adapter, operate, unload_lora_adapter, update_weights
 from quire_gateway.pooling import (
     PoolingCall,
     parse_classify,
@@ -45,7 +45,7 @@ from quire_gateway.responses_answer import ResponsesAnswer
 from quire_gateway.responses_request import parse_responses
 from quire_gateway.settings import GatewaySettings
 from quire_gateway.tokens import count_tokens, detokenize, tokenize
-from quire_gateway.triton_client import ModelError, TritonClient
+from quire_gateway.triton_client import ModelError, TritonClient, client_of
 from quire_gateway.triton_messages import Delta
 
 _JSON = "application/json"
@@ -73,8 +73,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         await client.close()
 
     async def metrics(_: Request) -> Response:
-        text = "".join(f"{line}\n" for line in gatekeeper.metrics())
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(gatekeeper.registry), media_type="text/plain; version=0.0.4")
 
     # Routes with GET take HEAD too.
     routes = [
@@ -113,13 +112,13 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
 async def _tokenize(request: Request) -> Response:
     num_bytes, fields = await _fields(request)
-    work = tokenize(_client(request), fields, num_bytes, request.app.state.media)
+    work = tokenize(client_of(request), fields, num_bytes, request.app.state.media)
     return await _json(num_bytes, await unless_client_leaves(request.receive, work))
 
 
 async def _detokenize(request: Request) -> Response:
     num_bytes, fields = await _fields(request)
-    work = detokenize(_client(request), fields, num_bytes)
+    work = detokenize(client_of(request), fields, num_bytes)
     return await _json(num_bytes, await unless_client_leaves(request.receive, work))
 
 
@@ -132,7 +131,7 @@ async def _operate(work: Callable[[Request, Fields], Awaitable[Response]], reque
 async def _pool(parse: Callable[[Fields], PoolingCall], request: Request) -> Response:
     """Embeddings, scores or classes."""
     num_bytes, call = await _read(request, parse)
-    work = _client(request).pool(
+    work = client_of(request).pool(
         call, num_bytes, request_id=request_id_of(request.scope), traceparent=request.headers.get("traceparent")
     )
     try:
@@ -197,7 +196,7 @@ async def _messages(request: Request) -> Response:
 async def _count_tokens(request: Request) -> Response:
     num_bytes, asked = await _read(request, partial(parse_messages, is_counted=True))
     num_bytes, counted = await _with_media(request, num_bytes, asked)
-    number = await unless_client_leaves(request.receive, count_tokens(_client(request), counted, num_bytes))
+    number = await unless_client_leaves(request.receive, count_tokens(client_of(request), counted, num_bytes))
     return await _json(0, {"input_tokens": number})
 
 
@@ -214,7 +213,7 @@ async def _fields(request: Request) -> tuple[int, Fields]:
     fields = await run_if_large(len(body), parse_object, body)
     for name in request.app.state.ignored_fields:
         fields.take(name)
-    if "model" not in fields.rest() and len(names := await _client(request).models()) == 1:
+    if "model" not in fields.rest() and len(names := await client_of(request).models()) == 1:
         fields.provide("model", names[0])
     return len(body), fields
 
@@ -234,7 +233,7 @@ async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, 
     await run_if_large(num_bytes, limits.check, asked)
     num_bytes, asked = await _with_media(request, num_bytes, asked)
     deltas = generate(
-        _client(request), asked, num_bytes,
+        client_of(request), asked, num_bytes,
         request_id=request_id_of(request.scope), response_id=answer.answer_id,
         traceparent=request.headers.get("traceparent"),
     )  # fmt: skip
@@ -313,11 +312,6 @@ class _EventStream(Response):
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------
-
-
-def _client(request: Request) -> TritonClient:
-    client: TritonClient = request.app.state.client
-    return client
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

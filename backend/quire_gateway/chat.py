@@ -1,4 +1,7 @@
-"""Bodies of /v1/chat/completions → a conversation and sampling parameters of the model."""
+"""Bodies of /v1/chat/completions → a conversation and sampling parameters of the model.
+
+A field that is wrong is an InvalidRequestError.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -41,11 +44,7 @@ class ChatRequest(GenerationRequest):
 
 
 def chat_request(fields: Fields) -> ChatRequest:
-    """The chat that some fields ask for.
-
-    Raises:
-        InvalidRequestError: one of them is wrong.
-    """
+    """The chat that some fields ask for."""
     conversation, tool_choice = _conversation(fields)
     include_reasoning = fields.flag("include_reasoning", True)
     echoed_text = _last_text(conversation) if fields.flag("echo") else ""
@@ -60,11 +59,7 @@ def chat_request(fields: Fields) -> ChatRequest:
 
 
 def take_conversation(fields: Fields) -> Mapping[str, Any]:
-    """What the chat template is given.
-
-    Raises:
-        InvalidRequestError: one of its fields is wrong.
-    """
+    """What the chat template is given."""
     return _conversation(fields)[0]
 
 
@@ -88,9 +83,8 @@ def _conversation(fields: Fields) -> tuple[Mapping[str, Any], ToolChoice | None]
 
 def _ending(fields: Fields) -> dict[str, bool]:
     """How the conversation ends, if it is not with the beginning of an answer."""
-    begins, continues = fields.take("add_generation_prompt"), fields.flag("continue_final_message")
-    if begins is not None and not isinstance(begins, bool):
-        raise InvalidRequestError("add_generation_prompt", "add_generation_prompt must be true or false")
+    begins = fields.take_as(bool, "add_generation_prompt", "true or false")
+    continues = fields.flag("continue_final_message")
     if begins and continues:
         raise InvalidRequestError("continue_final_message", TWO_ENDINGS)
     ending = {"continue_final_message": True} if continues else {}
@@ -135,12 +129,8 @@ def _logprobs_and_length(fields: Fields) -> tuple[dict[str, Any], dict[str, str]
 
 def _variables(fields: Fields) -> dict[str, Any]:
     """Further variables of the chat template: vLLM's `chat_template_kwargs`, and OpenAI's `reasoning_effort`."""
-    variables = fields.take("chat_template_kwargs")
-    if variables is not None and not isinstance(variables, dict):
-        raise InvalidRequestError("chat_template_kwargs", "chat_template_kwargs must be an object")
-    effort = fields.take("reasoning_effort")
-    if effort is not None and not isinstance(effort, str):
-        raise InvalidRequestError("reasoning_effort", "reasoning_effort must be a string, such as low or high")
+    variables = fields.take_as(dict, "chat_template_kwargs", "an object")
+    effort = fields.take_as(str, "reasoning_effort", "a string, such as low or high")
     return ({} if effort is None else {"reasoning_effort": effort}) | (variables or {})
 
 

@@ -10,7 +10,7 @@ import msgspec
 from quire_gateway.answers import ChoicesAnswer, bytes_of, text_of
 from quire_gateway.chat import ChatRequest
 from quire_gateway.custom_tools import CustomInputs
-from quire_gateway.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
+from quire_gateway.output_parser import CallStart, Content, OutputParser, Piece, Reasoning
 from quire_gateway.requests import GenerationRequest
 from quire_gateway.triton_messages import Delta, position_of
 
@@ -52,11 +52,8 @@ class Said:
             elif isinstance(piece, CallStart):
                 self.calls[piece.index] = piece.name, ""
             else:
-                self._more(piece)
-
-    def _more(self, piece: Arguments) -> None:
-        name, arguments = self.calls.get(piece.index, (None, ""))
-        self.calls[piece.index] = name, arguments + piece.text
+                name, arguments = self.calls.get(piece.index, (None, ""))
+                self.calls[piece.index] = name, arguments + piece.text
 
 
 class ChatAnswer(ChoicesAnswer):

@@ -1,12 +1,13 @@
 """The JSON object that the body of a request is."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire_gateway.errors import InvalidRequestError
 
+_T = TypeVar("_T")
 MAX_STRUCTURE = 1 << 18
 """Commas and brackets of a body, those within strings included. No stream goes on during the call that decodes them:
 40 ms for as many as this, seconds for 16 MB of small ones. A context of a million tokens has room for about as many."""
@@ -30,15 +31,25 @@ class Fields:
         """Give a field that is absent a value."""
         self._values.setdefault(name, value)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """The value of a field that is true or false.
+    def take_as(self, kind: type[_T], name: str, what: str) -> _T | None:
+        """The value of a field, once; None if it is absent.
+
+        Args:
+            kind: its type.
+            name: of the field.
+            what: it must be, in words.
 
         Raises:
-            InvalidRequestError: it is neither.
+            InvalidRequestError: it is of another type.
         """
         value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise InvalidRequestError(name, f"{name} must be true or false")
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequestError(name, f"{name} must be {what}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """The value of a field that is true or false. Raises InvalidRequestError if it is neither."""
+        value = self.take_as(bool, name, "true or false")
         return default if value is None else value
 
     def check_absent(self, absent: Mapping[str, tuple[Any, ...]], why: Mapping[str, str] | None = None) -> None:
@@ -55,6 +66,11 @@ class Fields:
             value = self.take(name)
             if value is not None and value not in neutral:
                 raise InvalidRequestError(name, f"{name} is not offered: {(why or {}).get(name, 'leave it out')}")
+
+    def check_all_taken(self) -> None:
+        """Raise InvalidRequestError if a field is left that this route does not have."""
+        for name in self._values:
+            raise InvalidRequestError(name, f"{name[:100]} is not a field of this route")
 
     def rest(self) -> dict[str, Any]:
         """What is left."""

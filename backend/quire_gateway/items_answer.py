@@ -24,7 +24,6 @@ class Item(Protocol):
     def end(self, status: str) -> Iterator[Event]: ...
     def shown(self, status: str) -> dict[str, Any]:
         """As it is in the answer."""
-        ...
 
 
 def _kind_of(piece: Piece, custom: Collection[str]) -> str:

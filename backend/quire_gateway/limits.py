@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,21 +155,3 @@ class _Bucket:
     def _refill(self, per_minute: int, now: float) -> None:
         self._level = min(float(per_minute), self._level + (now - self._at) * per_minute / _MINUTE)
         self._at = now
-
-
-def metrics_of(budgets: list[Budget]) -> Iterator[str]:
-    """Of /metrics, in Prometheus's text format."""
-    for name, count, kind, what in (
-        ("requests_total", "num_requests", "counter", "Requests of each API key that were let in."),
-        ("tokens_total", "num_tokens", "counter", "Tokens of prompts and answers of each API key."),
-        ("requests_in_flight", "num_in_flight", "gauge", "Requests of each API key that are being served."),
-    ):
-        yield f"# HELP quire_openai_key_{name} {what}"
-        yield f"# TYPE quire_openai_key_{name} {kind}"
-        for budget in budgets:
-            yield f'quire_openai_key_{name}{{key="{budget.key.name}"}} {getattr(budget, count)}'
-    yield "# HELP quire_openai_key_refused_total Requests of each API key that a limit has refused (429)."
-    yield "# TYPE quire_openai_key_refused_total counter"
-    for budget in budgets:
-        for limit, number in budget.num_refused.items():
-            yield f'quire_openai_key_refused_total{{key="{budget.key.name}",limit="{limit}"}} {number}'

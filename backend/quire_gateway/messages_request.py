@@ -32,24 +32,24 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
     Args:
         fields: of the body.
         is_counted: it is one of /v1/messages/count_tokens, which has no `max_tokens`.
-
-    Raises:
-        InvalidRequestError: a field is wrong.
     """
     fields.check_absent(_ABSENT)
     for name in _IGNORED:
         fields.take(name)
     if not is_counted and "max_tokens" not in fields.rest():
         raise InvalidRequestError("max_tokens", "max_tokens is missing; give the most tokens to generate")
-    messages = _system(fields.take("system"))
+    system = fields.take("system")
+    messages: list[dict[str, Any]] = (
+        [] if system in (None, "", []) else [{"role": "system", "content": _text("system", system)}]
+    )
     for i, message in enumerate(_list("messages", fields.take("messages"))):
         _add_turn(messages, f"messages[{i}]", message)
     if "tool_calls" in messages[-1]:
         raise InvalidRequestError("messages", "messages ends with a tool_use; its tool_result must follow")
     stop = fields.take("stop_sequences")
-    choice = _object("tool_choice", fields.take("tool_choice"))
-    config = _object("output_config", fields.take("output_config"))
-    thinking = _object("thinking", fields.take("thinking")).get("type", "absent")
+    choice = fields.take_as(dict, "tool_choice", "an object") or {}
+    config = fields.take_as(dict, "output_config", "an object") or {}
+    thinking = (fields.take_as(dict, "thinking", "an object") or {}).get("type", "absent")
     values: dict[str, Any] = {
         "messages": messages,
         "tools": _tools(fields.take("tools")),
@@ -62,7 +62,7 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
         "continue_final_message": messages[-1]["role"] == "assistant",
     }
     if thinking == "disabled":  # the name that chat templates have for it
-        variables = _object("chat_template_kwargs", fields.take("chat_template_kwargs"))
+        variables = fields.take_as(dict, "chat_template_kwargs", "an object") or {}
         values["chat_template_kwargs"] = {"enable_thinking": False} | variables
     try:
         chat = translated(fields, values, _RENAMED)
@@ -71,12 +71,6 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
         text = str(error).replace(".function.parameters", ".input_schema").replace(".function.", ".")
         raise InvalidRequestError(error.param, text) from None
     return ChatRequest(**chat | {"outputs": frozenset({"stop_reason"} if stop else ())})
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if value is not None and not isinstance(value, dict):
-        raise InvalidRequestError(name, f"{name} must be an object")
-    return value or {}
 
 
 def _list(place: str, value: Any) -> list[dict[str, Any]]:
@@ -121,10 +115,6 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
-
-
-def _system(value: Any) -> list[dict[str, Any]]:
-    return [] if value in (None, "", []) else [{"role": "system", "content": _text("system", value)}]
 
 
 def _text(place: str, value: Any) -> str:

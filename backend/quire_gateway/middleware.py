@@ -5,10 +5,13 @@ Plain ASGI, so that streams pass through as they are.
 
 import re
 import secrets
-from collections import Counter
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
@@ -17,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire_gateway import operations
 from quire_gateway.errors import ApiError, UnavailableError, messages_error
 from quire_gateway.keys import KeyRing
-from quire_gateway.limits import Budget, metrics_of
+from quire_gateway.limits import Budget
 from quire_gateway.settings import GatewaySettings
 
 MAX_REQUEST_ID = 128
@@ -26,6 +29,41 @@ _OPEN_ROUTES = ("/health", "/ping", *operations.ROUTES)
 """Those that need no key; the last ones need the model's token."""
 _LEFT = 499
 """What is counted for a client that left before it was answered; nginx's number."""
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Of a request's seconds."""
+
+disable_created_metrics()  # of each counter, when it was made: no board asks for it
+
+
+class _KeyCollector(Collector):
+    """The figures of API keys.
+
+    Args:
+        budgets: of all keys.
+    """
+
+    def __init__(self, budgets: Collection[Budget]) -> None:
+        self._budgets = budgets
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """As they are now."""
+        labels = ["key"]
+        requests = CounterMetricFamily("quire_openai_key_requests_total", "Requests that were let in.", labels=labels)
+        tokens = CounterMetricFamily("quire_openai_key_tokens_total", "Tokens of prompts and answers.", labels=labels)
+        in_flight = GaugeMetricFamily(
+            "quire_openai_key_requests_in_flight", "Requests that are being served.", labels=labels
+        )
+        refused = CounterMetricFamily(
+            "quire_openai_key_refused_total", "Requests that a limit has refused (429).", labels=["key", "limit"]
+        )
+        for budget in self._budgets:
+            name = budget.key.name
+            requests.add_metric([name], budget.num_requests)
+            tokens.add_metric([name], budget.num_tokens)
+            in_flight.add_metric([name], budget.num_in_flight)
+            for limit, number in budget.num_refused.items():
+                refused.add_metric([name, limit], number)
+        return iter((requests, tokens, in_flight, refused))
 
 
 class Gatekeeper:
@@ -41,13 +79,26 @@ class Gatekeeper:
         self._app = app
         self._settings = settings
         self._routes = routes
-        self._num_requests: Counter[tuple[str, int]] = Counter()
-        self._num_in_flight = 0
+        self.registry = CollectorRegistry()
+        """The gateway's own metrics."""
+        self._requests = Counter(
+            "quire_openai_requests_total", "Requests that were answered, or whose client has left (499).",
+            ("route", "status"), registry=self.registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "quire_openai_request_seconds", "From a request's arrival to the end of its answer.", ("route",),
+            registry=self.registry, buckets=_BUCKETS,
+        )  # fmt: skip
+        self._in_flight = Gauge(
+            "quire_openai_requests_in_flight", "Requests that are being served.", registry=self.registry
+        )
         self._num_body_bytes = 0
         """Of the requests in flight."""
         self._is_draining = False
         self._keys = KeyRing(settings.api_keys)
         self._budgets = {key.name: Budget(key) for key in self._keys.keys}
+        if self._budgets:
+            self.registry.register(_KeyCollector(self._budgets.values()))
         self._serve: ASGIApp = self._count
         if settings.cors_origins:  # a preflight shows no key
             self._serve = CORSMiddleware(
@@ -67,7 +118,8 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status: int | None = None
 
@@ -80,7 +132,8 @@ class Gatekeeper:
                     MutableHeaders(scope=message)["request-id"] = request_id
             return send(message)
 
-        self._num_in_flight += 1
+        start = time.perf_counter()
+        self._in_flight.inc()
         try:
             await self._guarded(scope, receive, named_send)
         except ApiError as error:
@@ -88,9 +141,10 @@ class Gatekeeper:
                 raise
             await error_response(error, scope)(scope, receive, named_send)
         finally:
-            self._num_in_flight -= 1
+            self._in_flight.dec()
             route = scope["path"] if scope["path"] in self._routes else "other"
-            self._num_requests[route, _LEFT if status is None else status] += 1
+            self._requests.labels(route, str(_LEFT if status is None else status)).inc()
+            self._seconds.labels(route).observe(time.perf_counter() - start)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits, max_bytes = self._settings.limits, self._max_body_bytes(scope)
@@ -154,18 +208,6 @@ class Gatekeeper:
         scope["state"]["charge"] = budget.charge
         return budget
 
-    def metrics(self) -> Iterator[str]:
-        """Lines in Prometheus's text format."""
-        yield "# HELP quire_openai_requests_total Requests that were answered, or whose client has left (499)."
-        yield "# TYPE quire_openai_requests_total counter"
-        for (route, status), number in sorted(self._num_requests.items()):
-            yield f'quire_openai_requests_total{{route="{route}",status="{status}"}} {number}'
-        yield "# HELP quire_openai_requests_in_flight Requests that are being served."
-        yield "# TYPE quire_openai_requests_in_flight gauge"
-        yield f"quire_openai_requests_in_flight {self._num_in_flight}"
-        if self._budgets:
-            yield from metrics_of(list(self._budgets.values()))
-
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
     """The answer that an error is to a request."""
@@ -192,7 +234,3 @@ def _is_anthropics(scope: Scope) -> bool:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes, the most that is taken here")
-
-
-def _request_id(given: str) -> str:
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quire_gateway.errors import RETRY_AFTER_S, UNAVAILABLE, ModelNotFoundError, UnavailableError
-from quire_gateway.triton_client import TritonClient
+from quire_gateway.triton_client import client_of
 
 
 async def list_models(request: Request) -> Response:
@@ -42,7 +42,7 @@ async def show_version(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """200 while the server answers, has models, and the engine of each runs."""
-    client = _client(request)
+    client = client_of(request)
     try:
         names = await client.models()
         healthy = bool(names) and all(await asyncio.gather(*(client.is_healthy(name) for name in names)))
@@ -58,7 +58,7 @@ async def _cards(request: Request) -> list[dict[str, Any]]:
     gateway has known it. An adapter's `root` is its model and not its folder, which only operators may see.
     """
     first_seen: dict[str, int] = request.app.state.first_seen
-    served = await _client(request).cards()
+    served = await client_of(request).cards()
 
     def card(name: str, model: str, said: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -72,8 +72,3 @@ async def _cards(request: Request) -> list[dict[str, Any]]:
         for model, said in served.items()
         for name in (model, *(adapter for adapter in said.get("loras", ()) if adapter not in served))
     ]
-
-
-def _client(request: Request) -> TritonClient:
-    client: TritonClient = request.app.state.client
-    return client

@@ -3,6 +3,7 @@ request for vectors, and the vectors as the body of the answer.
 
 Only what the gateway itself needs is looked at here. Everything else, such as `dimensions`, goes to the model under the
 name that the client gave it, and the model says what is wrong with it. What a model can do is the model's to say, too.
+A field that is wrong is an InvalidRequestError.
 """
 
 import base64
@@ -53,11 +54,7 @@ class PoolingCall:
 
 
 def parse_embeddings(fields: Fields) -> PoolingCall:
-    """The body of /v1/embeddings.
-
-    Raises:
-        InvalidRequestError: a field that the gateway reads is wrong.
-    """
+    """The body of /v1/embeddings."""
     model, texts, vector = take_model(fields), _take_input(fields), _take_encoding(fields)
 
     def item(index: int, part: npt.NDArray[np.float32]) -> dict[str, Any]:
@@ -67,15 +64,9 @@ def parse_embeddings(fields: Fields) -> PoolingCall:
 
 
 def parse_pooling(fields: Fields) -> PoolingCall:
-    """The body of /pooling.
-
-    Raises:
-        InvalidRequestError: a field that the gateway reads is wrong.
-    """
+    """The body of /pooling."""
     model, texts, vector = take_model(fields), _take_input(fields), _take_encoding(fields)
-    task = fields.take("task")
-    if task is not None and not isinstance(task, str):
-        raise InvalidRequestError("task", "task must be a string")
+    task = fields.take_as(str, "task", "a string")
 
     def item(index: int, part: npt.NDArray[np.float32]) -> dict[str, Any]:
         return {"object": "pooling", "index": index, "data": vector(part)}
@@ -84,11 +75,7 @@ def parse_pooling(fields: Fields) -> PoolingCall:
 
 
 def parse_classify(fields: Fields) -> PoolingCall:
-    """The body of /classify.
-
-    Raises:
-        InvalidRequestError: a field that the gateway reads is wrong.
-    """
+    """The body of /classify."""
     model, texts = take_model(fields), _take_input(fields)
 
     def render(pooled: Pooled) -> dict[str, Any]:
@@ -103,11 +90,7 @@ def parse_classify(fields: Fields) -> PoolingCall:
 
 
 def parse_score(fields: Fields) -> PoolingCall:
-    """The body of /score.
-
-    Raises:
-        InvalidRequestError: a field that the gateway reads is wrong.
-    """
+    """The body of /score."""
     model = take_model(fields)
     first, second = next((names for names in _BOTH if any(name in fields.rest() for name in names)), _BOTH[0])
     texts, pairs = _take_texts(fields, first), _take_texts(fields, second)
@@ -125,11 +108,7 @@ def parse_score(fields: Fields) -> PoolingCall:
 
 
 def parse_rerank(fields: Fields) -> PoolingCall:
-    """The body of /rerank: one that Cohere's and Jina's clients share.
-
-    Raises:
-        InvalidRequestError: a field that the gateway reads is wrong.
-    """
+    """The body of /rerank: one that Cohere's and Jina's clients share."""
     model, query, documents = take_model(fields), fields.take("query"), fields.take("documents")
     if not isinstance(query, str):
         raise InvalidRequestError("query", "query must be a string")

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's requests → prompts and sampling parameters of the model.
 
 Only what the gateway itself needs is looked at here. Everything else goes to the model under the name that the client
-gave it, and the model says what is wrong with it, unknown names included: vLLM's extra parameters are its own.
+gave it, and the model says what is wrong with it, unknown names included: vLLM's extra parameters are its own. A field
+that is wrong is an InvalidRequestError.
 """
 
 from dataclasses import dataclass, field, replace
@@ -75,11 +76,7 @@ class GenerationRequest:
 
 
 def parse_completion(fields: Fields) -> GenerationRequest:
-    """The body of /v1/completions.
-
-    Raises:
-        InvalidRequestError: a field that the gateway reads is wrong.
-    """
+    """The body of /v1/completions."""
     prompt, given, echo = fields.take("prompt"), fields.take("prompt_embeds"), fields.flag("echo")
     embeds: list[Prompt] = [] if given is None else [*read_prompt_embeds(given, MAX_PROMPTS)]
     if embeds and echo:
@@ -115,13 +112,10 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     Args:
         fields: of the body.
         renamed: names of the model that the client's differ from.
-
-    Raises:
-        InvalidRequestError: one of them is wrong.
     """
     model = take_model(fields)
     stream = fields.flag("stream")
-    options = _stream_options(fields.take("stream_options"), stream)
+    options = _stream_options(fields.take_as(dict, "stream_options", "an object"), stream)
     for name in _IGNORED:
         fields.take(name)
     returns_token_ids = fields.flag("return_token_ids")
@@ -142,23 +136,17 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
 
 
 def take_model(fields: Fields) -> str:
-    """The name of the model.
-
-    Raises:
-        InvalidRequestError: there is none.
-    """
+    """The name of the model."""
     model = fields.take("model")
     if not isinstance(model, str) or not model or not is_text(model):
         raise InvalidRequestError("model", "model must be the name of a model, as /v1/models lists them")
     return model
 
 
-def _stream_options(options: Any, stream: bool) -> set[str]:
+def _stream_options(options: dict[str, Any] | None, stream: bool) -> set[str]:
     """Those that are true."""
     if options is None:
         return set()
-    if not isinstance(options, dict):
-        raise InvalidRequestError("stream_options", "stream_options must be an object")
     if not stream:
         raise InvalidRequestError("stream_options", "stream_options is given without stream, which must then be true")
     for name, value in options.items():

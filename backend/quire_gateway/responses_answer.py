@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -117,10 +118,10 @@ class ResponsesAnswer(ItemsAnswer):
     def __init__(
         self, request: ResponsesRequest, answer_id: str, make_parser: Callable[[], OutputParser] | None
     ) -> None:
-        super().__init__(request, answer_id, make_parser, self._make)
-        self._asked = request
         self._logprobs: list[msgspec.Raw] = []
         """Those that belong to no text yet."""
+        super().__init__(request, answer_id, make_parser, partial(_Item, logprobs=self._logprobs))
+        self._asked = request
         self._status = "in_progress"
         self._incomplete: dict[str, str] | None = None
         self._num_events = 0
@@ -148,9 +149,6 @@ class ResponsesAnswer(ItemsAnswer):
     def _numbered(self, event: Event) -> Event:
         self._num_events += 1
         return event | {"sequence_number": self._num_events - 1}
-
-    def _make(self, index: int, piece: Piece, kind: str) -> _Item:
-        return _Item(index, piece, kind, self._logprobs)
 
     def _news(self, delta: Delta) -> Iterator[Event]:
         self._logprobs += [logprobs_of(position, self._asked) for position in delta.logprobs[0] or ()]

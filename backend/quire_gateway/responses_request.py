@@ -40,25 +40,24 @@ class ResponsesRequest(ChatRequest):
 
 
 def parse_responses(fields: Fields) -> ResponsesRequest:
-    """The body of /v1/responses.
-
-    Raises:
-        InvalidRequestError: a field is wrong.
-    """
+    """The body of /v1/responses."""
     fields.check_absent(_ABSENT, _WHY)
     top_logprobs, included = fields.take("top_logprobs"), _included(fields.take("include"))
     wants_logprobs = top_logprobs not in (None, 0) or _LOGPROBS in included
     for name in ("stream_options", "max_tool_calls"):  # how events are padded; of OpenAI's own tools
         fields.take(name)
     echoed = _echoed(fields)
+    system = fields.take_as(str, "instructions", "a string")
+    instructions: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    reasoning = fields.take_as(dict, "reasoning", "an object, such as one with effort") or {}
     values: dict[str, Any] = {
-        "messages": _instructions(fields.take("instructions")) + _messages(fields.take("input")),
+        "messages": instructions + _messages(fields.take("input")),
         "tools": _tools(fields.take("tools")),
         "tool_choice": _tool_choice(fields.take("tool_choice")),
         "logprobs": wants_logprobs,
         "top_logprobs": top_logprobs if wants_logprobs else None,
         "response_format": _format(fields.take("text")),
-        "reasoning_effort": _effort(fields.take("reasoning")),
+        "reasoning_effort": reasoning.get("effort"),
         "max_completion_tokens": fields.take("max_output_tokens"),
     }
     return ResponsesRequest(**translated(fields, values, _RENAMED), echoed=echoed)
@@ -80,12 +79,6 @@ def _included(value: Any) -> list[Any]:
         if item is not None and item not in _INCLUDABLE:
             raise InvalidRequestError("include", f"include must be a list of {', '.join(_INCLUDABLE)}, or left out")
     return items
-
-
-def _effort(value: Any) -> Any:
-    if value is not None and not isinstance(value, dict):
-        raise InvalidRequestError("reasoning", "reasoning must be an object, such as one with effort")
-    return (value or {}).get("effort")
 
 
 def _format(value: Any) -> Any:
@@ -125,12 +118,6 @@ def _tool_choice(value: Any) -> Any:
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
-
-
-def _instructions(value: Any) -> list[dict[str, Any]]:
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequestError("instructions", "instructions must be a string")
-    return [] if value is None else [{"role": "system", "content": value}]
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The format that the text of an answer must have, under all of its names."""
 
-from collections.abc import Callable
 from typing import Any
 
 from quire_gateway.errors import InvalidRequestError
@@ -8,6 +7,8 @@ from quire_gateway.fields import Fields
 
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older names → kinds of `structured_outputs`."""
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+"""Of a `response_format`."""
 
 
 def take_structured_outputs(fields: Fields) -> tuple[Any, str]:
@@ -35,33 +36,21 @@ def take_structured_outputs(fields: Fields) -> tuple[Any, str]:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
-        "text": lambda value: None,
-        "json_object": _json_object,
-        "json_schema": _json_schema,
-        "structural_tag": lambda value: {"structural_tag": value},
-    }
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        raise InvalidRequestError(
-            "response_format", f"response_format must be an object whose type is one of {', '.join(kinds)}"
-        )
-    return kinds[kind](value)
-
-
-def _json_object(value: dict[str, Any]) -> dict[str, Any]:
-    """Any object, or with `schema`, as other servers have it, one that follows it."""
-    schema = value.get("schema")
-    if schema is None:
-        return {"json_object": True}
-    if not isinstance(schema, dict):
-        raise InvalidRequestError("response_format", "response_format.schema must be a JSON schema")
-    return {"json": schema}
-
-
-def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
-    described = value.get("json_schema")
-    schema = described.get("schema") if isinstance(described, dict) else None
-    if not isinstance(schema, dict):
-        raise InvalidRequestError("response_format", "response_format.json_schema.schema must be a JSON schema")
-    return {"json": schema}
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "structural_tag"}:
+            return {"structural_tag": value}
+        case {"type": "json_object", "schema": dict(schema)}:  # as other servers have it
+            return {"json": schema}
+        case {"type": "json_object"}:
+            if value.get("schema") is not None:
+                raise InvalidRequestError("response_format", "response_format.schema must be a JSON schema")
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json": schema}
+        case {"type": "json_schema"}:
+            raise InvalidRequestError("response_format", "response_format.json_schema.schema must be a JSON schema")
+    raise InvalidRequestError(
+        "response_format", f"response_format must be an object whose type is one of {', '.join(_TYPES)}"
+    )

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shapes."""
+"""/tokenize and /detokenize, in vLLM's shapes. A field that is wrong, or that the model rejects, is an ApiError."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,7 @@ _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "
 
 
 async def tokenize(client: TritonClient, fields: Fields, num_bytes: int, media: Media) -> dict[str, Any]:
-    """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
-
-    Raises:
-        ApiError: a field is wrong, or the model rejects it.
-    """
+    """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat."""
     model = take_model(fields)
     wants_strings = fields.flag("return_token_strs")
     prompt: Prompt | None = fields.take("prompt")
@@ -30,7 +26,7 @@ async def tokenize(client: TritonClient, fields: Fields, num_bytes: int, media: 
         prompt = take_conversation(fields)
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
-    _reject_the_rest(fields)
+    fields.check_all_taken()
     if isinstance(prompt, Mapping):
         prompt = await media.fetch(prompt, "messages")
     answer = await _run(client, fields, model, "tokenize", prompt, options, num_bytes)
@@ -43,26 +39,18 @@ async def tokenize(client: TritonClient, fields: Fields, num_bytes: int, media: 
 
 
 async def detokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict[str, Any]:
-    """The answer to /detokenize.
-
-    Raises:
-        ApiError: a field is wrong, or the model rejects it.
-    """
+    """The answer to /detokenize."""
     model = take_model(fields)
     tokens = fields.take("tokens")
     if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):
         raise InvalidRequestError("tokens", "tokens must be a list of one or more token ids")
-    _reject_the_rest(fields)
+    fields.check_all_taken()
     answer = await _run(client, fields, model, "detokenize", tokens, {}, num_bytes)
     return {"prompt": answer["prompt"]}
 
 
 async def count_tokens(client: TritonClient, request: GenerationRequest, num_bytes: int) -> int:
-    """How many tokens the prompt of a request has.
-
-    Raises:
-        ApiError: the model rejects it.
-    """
+    """How many tokens the prompt of a request has."""
     try:
         answer = await client.run_task(request.model, "tokenize", request.prompts[0], num_bytes)
     except ModelError as error:
@@ -71,18 +59,9 @@ async def count_tokens(client: TritonClient, request: GenerationRequest, num_byt
 
 
 async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str:
-    """The text of tokens, special ones included.
-
-    Raises:
-        ApiError: the model has failed.
-    """
+    """The text of tokens, special ones included."""
     text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}, 4 * len(token_ids)))["prompt"]
     return text
-
-
-def _reject_the_rest(fields: Fields) -> None:
-    for name in fields.rest():
-        raise InvalidRequestError(name, f"{name[:100]} is not a field of this route")
 
 
 async def _run(

@@ -99,7 +99,10 @@ def parse_tool_choice(tools: list[dict[str, Any]], choice: Any, *, is_parallel: 
     Raises:
         InvalidRequestError: it is none of what may be chosen.
     """
-    functions = {_named(tool): _as_function(i, tool) for i, tool in enumerate(tools)}
+    functions = {
+        _named(tool): tool if tool["type"] == "function" else as_function(f"tools[{i}]", tool)
+        for i, tool in enumerate(tools)
+    }
     custom = frozenset(_named(tool) for tool in tools if tool["type"] == "custom")
     kind: Any = choice
     name = ""
@@ -130,10 +133,6 @@ def _named(tool: Any) -> str:
     described = tool.get(kind) if kind in _KINDS else None
     name = described.get("name") if isinstance(described, dict) else None
     return name if isinstance(name, str) else ""
-
-
-def _as_function(number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    return tool if tool["type"] == "function" else as_function(f"tools[{number}]", tool)
 
 
 def _allowed(value: Any, functions: dict[str, dict[str, Any]]) -> tuple[Any, dict[str, dict[str, Any]]]:

@@ -15,9 +15,10 @@ from quire_client import (
     NotFound,
     Unavailable,
 )
-from quire_client.messages import contents_of, infer_request, outputs_of
-from quire_client.pooling import Pooled, last_pooled, pooling_request
+from quire_client.messages import contents_of, infer_request
+from quire_client.pooling import Pooled, pooling_request
 from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
+from starlette.requests import Request
 
 from quire_gateway.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from quire_gateway.large import run_if_large
@@ -50,8 +51,17 @@ class ModelError(Exception):
         self.status = status
 
 
+def client_of(request: Request) -> "TritonClient":
+    """The client of the gateway that serves a request."""
+    client: TritonClient = request.app.state.client
+    return client
+
+
 class TritonClient:
     """Talks to one tritonserver. Made and used in one event loop.
+
+    Its calls raise ModelNotFoundError if there is no such model, UnavailableError if the server is away, and ModelError
+    if the model has rejected a request, or failed.
 
     Args:
         url: `host:port` of its gRPC.
@@ -70,11 +80,7 @@ class TritonClient:
         await self._connection.close()
 
     async def models(self) -> list[str]:
-        """Names of the models that are ready and are Quire's.
-
-        Raises:
-            UnavailableError: the server is away.
-        """
+        """Names of the models that are ready and are Quire's."""
         try:
             return [name for name in await self._connection.ready_models() if await self._is_ours(name)]
         except ClientError:
@@ -89,11 +95,7 @@ class TritonClient:
             return False  # unloaded since
 
     async def cards(self) -> dict[str, dict[str, Any]]:
-        """The served models, and what each says of itself: the answer to `chat_format`; empty while it does not answer.
-
-        Raises:
-            UnavailableError: the server is away.
-        """
+        """The served models, and what each says of itself: its answer to `chat_format`; empty while it gives none."""
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list())
         return await asyncio.shield(self._listing)  # all that wait share it
@@ -166,31 +168,19 @@ class TritonClient:
             prompt: see `Prompt`.
             num_bytes: of the prompt, about.
             parameters: of the task.
-
-        Raises:
-            ModelError: the model has rejected it, or failed.
-            ModelNotFoundError: there is no such model.
         """
         served, _ = await self.find(model)
         request = infer_request(served, {}, {"task": task, **parameters})
         await run_if_large(num_bytes, add_prompt, request, prompt)
-        answer: dict[str, Any] = {}
         try:
-            async with aclosing(self._connection.responses(request, _TASK_TIMEOUT_S)) as responses:
-                async for response in responses:
-                    for text in outputs_of(response).get("text_output", ()):
-                        answer = await run_if_large(len(text), msgspec.json.decode, text)
+            text = await self._connection.text(request, _TASK_TIMEOUT_S)
         except ClientError as error:
             raise await self._as_raised(error, model) from None
+        answer: dict[str, Any] = await run_if_large(len(text), msgspec.json.decode, text)
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
-        """What a model answers to `introspect`, of a kind that needs no token; empty: it does not know the question.
-
-        Raises:
-            ModelNotFoundError: there is no such model.
-            UnavailableError: it does not answer.
-        """
+        """What a model answers to `introspect`, of a kind that needs no token; empty: it does not know the question."""
         return await self._ask((await self.find(model))[0], question)
 
     async def _ask(self, model: str, question: str) -> dict[str, Any]:
@@ -204,14 +194,11 @@ class TritonClient:
         return answer if isinstance(answer, dict) else {}
 
     async def _introspect(self, model: str, parameters: Mapping[str, Any], timeout: float | None = None) -> Any:
-        answer: Any = {}
-        request = infer_request(model, {}, parameters)
-        async with aclosing(self._connection.responses(request, timeout)) as responses:
-            async for response in responses:
-                for text in outputs_of(response).get("text_output", ()):
-                    with suppress(ValueError):
-                        answer = msgspec.json.decode(text)
-        return answer
+        text = await self._connection.text(infer_request(model, {}, parameters), timeout)
+        try:
+            return msgspec.json.decode(text)
+        except ValueError:
+            return {}
 
     async def generate(
         self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str,
@@ -228,11 +215,6 @@ class TritonClient:
             response_id: the name of the answer.
             outputs: names of outputs besides those that every answer needs.
             num_bytes: of the prompt and the parameters, about.
-
-        Raises:
-            ModelError: the model has rejected it, or failed.
-            ModelNotFoundError: there is no such model.
-            UnavailableError: the server is away.
         """
         served, sampling = await self._with_adapter(model, sampling)
         request = await run_if_large(
@@ -259,19 +241,13 @@ class TritonClient:
             num_bytes: of its body.
             request_id: the client's name for it.
             traceparent: the trace that it is part of.
-
-        Raises:
-            ModelError: the model has rejected it, or failed.
-            ModelNotFoundError: there is no such model.
-            UnavailableError: the server is away.
         """
         served, said = await self._with_adapter(call.model, {"traceparent": traceparent, **call.parameters})
         request = await run_if_large(
             num_bytes, pooling_request, served, call.task, call.texts, call.pairs, said, request_id
         )
         try:
-            async with aclosing(self._connection.responses(request)) as responses:
-                pooled = await last_pooled(responses)
+            pooled = await self._connection.pooled(request)
             if pooled is None:
                 raise ClientError("the model's answer holds no vectors; the server's log has the cause")
         except ClientError as error:
@@ -286,11 +262,6 @@ class TritonClient:
             action: as of `introspect`.
             parameters: of the action.
             token: the model's `introspection_token`.
-
-        Raises:
-            ModelError: the model has rejected it, or could not do it.
-            ModelNotFoundError: there is no such model.
-            UnavailableError: the server is away.
         """
         proof = {"introspection_token": token} if token else {}
         try:

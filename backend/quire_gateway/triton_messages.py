@@ -1,6 +1,5 @@
 """The gateway's requests, and what it takes from their responses."""
 
-import base64
 import itertools
 import json
 from collections.abc import Iterable, Mapping
@@ -9,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_client.messages import add_input, infer_request, numbers_in, texts_in
+from quire_client.messages import add_input, encoded_images, infer_request, numbers_in, prompt_input, texts_in
 
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
 """Text, token ids, a conversation (the model's input `messages` as an object, beside it `images`, files in the order
@@ -82,17 +81,11 @@ def generation_request(
 
 def add_prompt(request: Any, prompt: Prompt) -> None:
     """Put a prompt into the input that is of its kind."""
-    if isinstance(prompt, str):
-        add_input(request, "text_input", prompt)
-    elif isinstance(prompt, Mapping):
-        conversation = {name: value for name, value in prompt.items() if name != "images"}
-        add_input(request, "messages", json.dumps(conversation, ensure_ascii=False))
+    if isinstance(prompt, Mapping):
         if images := prompt.get("images"):
-            add_input(request, "image", [base64.b64encode(image).decode() for image in images])
-    elif isinstance(prompt, np.ndarray):
-        add_input(request, "prompt_embeds", prompt)
-    else:
-        add_input(request, "input_ids", prompt)
+            add_input(request, "image", encoded_images(images))
+        prompt = {name: value for name, value in prompt.items() if name != "images"}
+    add_input(request, *prompt_input(prompt))
 
 
 def delta_of(contents: Mapping[str, bytes]) -> Delta:

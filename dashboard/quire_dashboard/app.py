@@ -4,7 +4,7 @@ import streamlit as st
 from PIL import Image, ImageDraw
 
 from quire_dashboard.admission import is_admitted
-from quire_dashboard.frame import pickers
+from quire_dashboard.choice import pickers
 from quire_dashboard.views import ended, engine, incidents, kv_cache, load, overview, playground, requests
 
 

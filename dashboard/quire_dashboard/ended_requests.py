@@ -103,14 +103,11 @@ def _behind(request: EndedRequest) -> str:
 
 
 def _extras(request: EndedRequest) -> str:
-    replayed = f"replayed after {_times(request.num_replays, 'an engine restart', 'engine restarts')}"
+    replays = request.num_replays
+    replayed = f"replayed after {'an engine restart' if replays == 1 else f'{replays} engine restarts'}"
     preempted = "preempted " + {1: "once", 2: "twice"}.get(request.num_preemptions, f"{request.num_preemptions} times")
-    said = [replayed] * bool(request.num_replays) + [preempted] * bool(request.num_preemptions)
+    said = [replayed] * bool(replays) + [preempted] * bool(request.num_preemptions)
     return "".join(f"; {one}" for one in said)
-
-
-def _times(number: int, one: str, several: str) -> str:
-    return one if number == 1 else f"{number} {several}"
 
 
 def _tokens(number: int) -> str:

@@ -14,19 +14,13 @@ from quire_client.symptoms import Level
 from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
-from quire_dashboard.choice import UNSEEN, Selection, clock, pickers, selection, zone
+from quire_dashboard.choice import UNSEEN, Selection, clock, selection
 from quire_dashboard.events import QUERIES, Event, find_events
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Query
 from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE
-from quire_dashboard.watchers import close_monitors, monitor, monitors
+from quire_dashboard.watchers import monitor, monitors
 from quire_dashboard.words import as_code, as_text, printable, seconds
-
-__all__ = [
-    "CHARTS_S", "TOKENS", "Line", "Selection", "chart", "choice_table", "clock", "close_monitors", "draw", "events",
-    "figures", "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "say_events", "selection",
-    "server_away", "snapshot_or_reason", "table", "what_to_do", "zone",
-]  # fmt: skip
 
 CHARTS_S = 5.0
 """Charts of minutes and hours are redrawn less often: they are most of a refresh's cost, here and in the browser, and

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
 INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 INTROSPECTION_TOKENS_VARIABLE = "QUIRE_INTROSPECTION_TOKENS"
@@ -16,8 +18,9 @@ HTTP_PORT, METRICS_PORT = 8000, 8002
 """Triton's usual ones."""
 MIN_TOKEN_CHARACTERS = 16
 TRACE_ID = "{trace_id}"
-_PREFIX = "QUIRE_DASHBOARD_"
-TRACES_VARIABLE = f"{_PREFIX}TRACES"
+TRACES_VARIABLE = "QUIRE_DASHBOARD_TRACES"
+SERVERS_VARIABLE = "QUIRE_DASHBOARD_SERVERS"
+"""The settings of all servers as JSON, for the process that Streamlit runs."""
 
 
 def is_loopback(host: str) -> bool:
@@ -78,35 +81,24 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
-        """Those of the first server in what `to_environment` wrote."""
+        """Those of the first server in what `to_environment` made."""
         return cls.all_from_environment(environment)[0]
 
     @staticmethod
     def all_from_environment(environment: Mapping[str, str] = os.environ) -> "tuple[Settings, ...]":
-        """Read what `to_environment` wrote."""
-        return _read(*(environment.get(name, "") for name in _VARIABLES))
-
-    def to_environment(self) -> dict[str, str]:
-        """The variables for a dashboard of this server alone."""
-        return to_environment([self])
-
-
-_VARIABLES = (
-    f"{_PREFIX}URL", f"{_PREFIX}METRICS", f"{_PREFIX}HTTP", f"{_PREFIX}HEALTH", f"{_PREFIX}PROMETHEUS",
-    TRACES_VARIABLE, DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE,
-)  # fmt: skip
+        """Those of all servers in it; without any, the usual ones of this machine."""
+        return _read(environment.get(SERVERS_VARIABLE, "[{}]"))
 
 
 @lru_cache(maxsize=16)
-def _read(
-    urls: str, metrics: str, http: str, health: str, prometheus: str, traces: str, *tokens: str
-) -> tuple[Settings, ...]:  # fmt: skip
+def _read(text: str) -> tuple[Settings, ...]:
     """Every refresh of every visitor asks."""
-    token, introspection_token, introspection_tokens = tokens
-    return settings_of_servers(
-        *(given.split(",") if given else [] for given in (urls, metrics, http)), health=health, prometheus=prometheus,
-        traces=traces, token=token, introspection_token=introspection_token, introspection_tokens=introspection_tokens,
-    )  # fmt: skip
+    return msgspec.json.decode(text, type=tuple[Settings, ...])
+
+
+def to_environment(servers: Sequence[Settings]) -> dict[str, str]:
+    """The variable that carries the settings of all servers to the process that Streamlit runs."""
+    return {SERVERS_VARIABLE: msgspec.json.encode(servers).decode()}
 
 
 def settings_of_servers(
@@ -159,21 +151,3 @@ def _tokens(text: str, urls: Sequence[str]) -> dict[str, str]:
     if unknown:
         raise ValueError(f"{INTROSPECTION_TOKENS_VARIABLE} names {unknown[0]!r}; the servers are {', '.join(urls)}")
     return found
-
-
-def to_environment(servers: Sequence[Settings]) -> dict[str, str]:
-    """The variables that carry the settings of all servers to the dashboard's own process."""
-    first = servers[0]
-    tokens = {one.url: one.introspection_token for one in servers}
-    differ = len(set(tokens.values())) > 1
-    return {
-        f"{_PREFIX}URL": ",".join(tokens),
-        f"{_PREFIX}METRICS": ",".join(one.metrics for one in servers),
-        f"{_PREFIX}HTTP": ",".join(one.http for one in servers),
-        f"{_PREFIX}HEALTH": first.health,
-        f"{_PREFIX}PROMETHEUS": first.prometheus,
-        TRACES_VARIABLE: first.traces,
-        DASHBOARD_TOKEN_VARIABLE: first.token,
-        INTROSPECTION_TOKEN_VARIABLE: "" if differ else first.introspection_token,
-        INTROSPECTION_TOKENS_VARIABLE: json.dumps(tokens) if differ else "",
-    }

@@ -18,27 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from quire_dashboard import words
+from quire_dashboard import figures, words
 from quire_dashboard.evidence import WINDOW_S, ask_serve, gather, models_in
-from quire_dashboard.figures import (
-    ADAPTER_LOADS,
-    ADAPTERS,
-    BETWEEN,
-    E2E,
-    ENDED,
-    FAILED,
-    PREFILL,
-    PROMPT_TOKENS,
-    QUEUE,
-    RESTARTS,
-    RUNNING,
-    TOKENS,
-    TTFT,
-    USAGE,
-    WAITING,
-    gives_vectors,
-    goodput,
-)
 from quire_dashboard.health import assess
 from quire_dashboard.history import Ring, View
 from quire_dashboard.incidents import incidents_file, read_incidents
@@ -134,32 +115,32 @@ class Top:
         text.append(f"{health.headline}\n", style=_STYLES[health.level])
         for finding in health.findings:
             text.append(f"  - {finding.title}. {finding.detail}\n")
-        good = now(goodput(()))
+        good = now(figures.goodput(()))
         if good is None:  # what the server says, of the worst class
             good = min(evidence.goodput.values(), default=None)
-        queue = ("queue p95", words.seconds_or_dash(now(QUEUE)))
-        prefill = ("prefill p95", words.seconds_or_dash(now(PREFILL)))
+        queue = ("queue p95", words.seconds_or_dash(now(figures.QUEUE)))
+        prefill = ("prefill p95", words.seconds_or_dash(now(figures.PREFILL)))
         latencies: tuple[tuple[str, str], ...] = (
-            ("TTFT p95", words.seconds_or_dash(now(TTFT))), queue, prefill,
-            ("between tokens p95", words.seconds_or_dash(now(BETWEEN))),
+            ("TTFT p95", words.seconds_or_dash(now(figures.TTFT))), queue, prefill,
+            ("between tokens p95", words.seconds_or_dash(now(figures.BETWEEN))),
         )  # fmt: skip
-        tokens = ("tokens", words.per_second(now(TOKENS)))
-        if gives_vectors(now):
-            latencies = ("e2e p95", words.seconds_or_dash(now(E2E))), queue, prefill
-            tokens = ("prompt tokens", words.per_second(now(PROMPT_TOKENS)))
+        tokens = ("tokens", words.per_second(now(figures.TOKENS)))
+        if figures.gives_vectors(now):
+            latencies = ("e2e p95", words.seconds_or_dash(now(figures.E2E))), queue, prefill
+            tokens = ("prompt tokens", words.per_second(now(figures.PROMPT_TOKENS)))
         rows = (
             (("goodput", "no SLO" if evidence.has_slo is False else words.percent(good)),
-             ("requests", words.per_second(now(ENDED))), ("failed", words.percent(now(FAILED))),
+             ("requests", words.per_second(now(figures.ENDED))), ("failed", words.percent(now(figures.FAILED))),
              tokens),
             latencies,
-            (("running", words.count(now(RUNNING))), ("waiting", words.count(now(WAITING))),
-             ("KV cache", words.percent(now(USAGE))), ("preemptions/min", words.count(evidence.preemptions)),
-             ("restarts", words.count(now(RESTARTS)))),
+            (("running", words.count(now(figures.RUNNING))), ("waiting", words.count(now(figures.WAITING))),
+             ("KV cache", words.percent(now(figures.USAGE))), ("preemptions/min", words.count(evidence.preemptions)),
+             ("restarts", words.count(now(figures.RESTARTS)))),
         )  # fmt: skip
         for row in rows:
             text.append("  " + "   ".join(f"{name} {value}" for name, value in row) + "\n")
-        if adapters := latest(ADAPTERS, view, labels):
-            loads = latest(ADAPTER_LOADS, view, labels)
+        if adapters := latest(figures.ADAPTERS, view, labels):
+            loads = latest(figures.ADAPTER_LOADS, view, labels)
             memory = f"{words.count(adapters.get('ready'))} ready, {words.count(adapters.get('in_use'))} in use"
             rates = f"{words.per_second(loads.get('loaded'))} loaded, {words.per_second(loads.get('failed'))} failed"
             text.append(f"  adapters: {memory}, {rates}\n")

@@ -12,11 +12,11 @@ from urllib.parse import quote
 
 from quire_engine.system.extras import missing_package
 
-from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.options import DashboardOptions
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
+from quire_cli.server.companion import Companion
 
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
 DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"

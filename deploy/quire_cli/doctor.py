@@ -17,8 +17,8 @@ from quire_engine.system.extras import install_command
 from quire_cli.errors import CommandError
 from quire_cli.model_repository import check_model, offered_tasks, read_adapters
 from quire_cli.ports import Endpoint, ReservedPorts
-from quire_cli.run_directory import SHARED_MEMORY, leftovers
-from quire_cli.tritonserver import find_tritonserver
+from quire_cli.server.run_directory import SHARED_MEMORY, leftovers
+from quire_cli.server.tritonserver import find_tritonserver
 
 if TYPE_CHECKING:
     from quire_engine.config import EngineConfig
@@ -198,7 +198,8 @@ def _cpu() -> Check:
         if separator:
             fields.setdefault(key.strip(), value.strip())
     flags = set(fields.get("flags", "").split())
-    detail = f"{fields.get('model name', platform.machine())}: {' '.join(_features(flags)) or 'no vector features'}"
+    features = " ".join(name for name in _CPU_FEATURES if name in flags)
+    detail = f"{fields.get('model name', platform.machine())}: {features or 'no vector features'}"
     if "avx2" not in flags:
         return Check(
             "cpu",
@@ -221,10 +222,6 @@ def _kernels() -> Check:
     if status.instruction_set is None:
         return Check("kernels", "WARN", f"plain torch, which is slow: {status.reason}", cpu.MEND)
     return Check("kernels", "OK", f"C++ kernels, {status.reason}")
-
-
-def _features(flags: set[str]) -> list[str]:
-    return [name for name in _CPU_FEATURES if name in flags]
 
 
 def _cores() -> Check:

@@ -16,14 +16,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
+from quire_cli.options import Settings
 
 if TYPE_CHECKING:
     from quire_engine.config import EngineConfig
 
+TextFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="UTF-8. Default: the language reference that comes with Python.")
+]
+Window = Annotated[int, typer.Option(min=4, help="Tokens of a window, the second half of which is scored.")]
 _CHARACTERS_PER_TOKEN = 32
 """Far more than any text has, so that a long file is not read whole."""
 _LARGEST_LOSS = 700.0
@@ -105,19 +112,12 @@ def checked_config(model: Path, settings: Mapping[str, Any], window: int) -> "En
     """The configuration for windows of a size, with other settings; the checkpoint's headers are checked.
 
     Raises:
+        CommandError: the checkpoint cannot be served.
         UsageError: a setting is bad.
-        EngineError, ValueError: the checkpoint cannot be served.
     """
-    from quire_engine.config import EngineConfig
-    from quire_engine.models import check_checkpoint
+    from quire_cli.model_repository import check_model
 
-    try:
-        config = EngineConfig.from_settings({"max_model_len": window + 1, **settings, "model": str(model)})
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    folder, tokenizer = Path(config.model.model), Path(config.model.tokenizer_path)
-    check_checkpoint(folder, tokenizer, config.model.load_format, model_impl=config.model.model_impl)
-    return config
+    return check_model(model, {"max_model_len": window + 1, **settings})[0]
 
 
 def score(
@@ -189,47 +189,43 @@ def cut_windows(tokenizer: Any, text: Text, num_tokens: int, window: int) -> lis
 
 
 def evaluate(
-    model: Path,
-    settings: Mapping[str, Any],
-    *,
-    text_file: Path | None,
-    reference: Path | None,
-    reference_settings: Mapping[str, Any],
-    num_tokens: int,
-    window: int,
-    as_json: bool,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    settings: Settings = None,
+    text: TextFile = None,
+    reference: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Compare the predictions with those of this checkpoint.")
+    ] = None,
+    reference_setting: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting for the reference; may be repeated.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=8, help="The most tokens of the text to use.")] = 16384,
+    window: Window = 512,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Print the perplexity of a text under a checkpoint; with a reference also how near their predictions are.
+    """Measure the perplexity of a text under a checkpoint with some settings, with no server.
 
-    Args:
-        model: the checkpoint.
-        settings: the engine's, as in `model.json`.
-        text_file: see `read_text`.
-        reference: a checkpoint with the same tokenizer.
-        reference_settings: the engine's for it.
-        num_tokens: of the text that are used, at most.
-        window: tokens of a prompt.
-        as_json: one JSON object on stdout, not a table.
-
-    Raises:
-        CommandError: a checkpoint cannot be served, the text is too short, or the tokenizers differ.
-        UsageError: a setting is bad, or the text cannot be read.
+    The text is cut into windows, and in each the tokens of its second half are scored, as llama.cpp's perplexity tool
+    does. With --reference also: how often both find the same token likeliest, and the mean difference of the
+    log-probabilities of the text. Example: quire eval ./Llama-3.2-1B quantization=int4 --reference ./Llama-3.2-1B
     """
+    from quire_cli.model_repository import parse_settings
+
+    own_settings, reference_settings = parse_settings(settings or []), parse_settings(reference_setting or [])
     if reference_settings and reference is None:
         raise UsageError("--reference-setting is given without --reference; give both")
-    text = read_text(text_file, num_tokens)
+    content = read_text(text, tokens)
     with explained_errors():
         if reference is not None:  # before the first takes its minutes
             checked_config(reference, reference_settings, window)
-        own = score(model, settings, text, num_tokens, window)
+        own = score(path, own_settings, content, tokens, window)
         figures: dict[str, Any] = {
-            "model": str(model), "settings": dict(settings), "text": text.name, "text_sha256": text.digest,
+            "model": str(path), "settings": own_settings, "text": content.name, "text_sha256": content.digest,
             "window": window, "num_scored_tokens": len(own.token_ids), "perplexity": own.perplexity,
         }  # fmt: skip
         if reference is not None:
-            other = score(reference, reference_settings, text, num_tokens, window)
+            other = score(reference, reference_settings, content, tokens, window)
             figures["reference"] = {
-                "model": str(reference), "settings": dict(reference_settings), "perplexity": other.perplexity
+                "model": str(reference), "settings": reference_settings, "perplexity": other.perplexity
             }  # fmt: skip
             figures |= compare(own, other)
     print(json.dumps(figures) if as_json else _as_table(figures))

@@ -5,40 +5,46 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from quire_load.printable import printable
 
 from quire_cli.batch import Batch, read_batch
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
+from quire_cli.options import Checkpoint, Settings, Yes
 
 if TYPE_CHECKING:
     from quire_engine import LLM
 
 
 def generate(
-    model: Path,
-    prompt: str | None,
-    sampling: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    *,
-    input_file: Path | None = None,
-    as_json: bool = False,
+    model: Checkpoint,
+    settings: Settings = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Default: read from stdin.")] = None,
+    input_file: Annotated[
+        Path | None, typer.Option("--input", metavar="FILE", help="Many prompts, one per line; - is stdin.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the text.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
+    min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's, else 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="The most likely tokens up to this sum.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the first.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the text reproducible.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
+    yes: Yes = False,
 ) -> None:
-    """Generate from one prompt and write the text to stdout as it comes; or from a file of prompts, as JSON lines.
+    """Generate text from one prompt, with no server, and stream it to stdout.
 
-    Args:
-        model: a checkpoint's folder.
-        prompt: unset: read from stdin.
-        sampling: sampling parameters by name; those that are None take their defaults.
-        settings: the engine's, as in `model.json`.
-        input_file: of prompts, one per line; see `read_batch`.
-        as_json: one JSON object instead of the text.
+    With --json it is one JSON object, with prompt, prompt_token_ids and outputs (text, token_ids, finish_reason, …).
 
-    Raises:
-        CommandError: the model cannot be loaded, with these settings on this machine; or a line of the file failed.
-        UsageError: a parameter or setting has a bad value, or there is no prompt.
+    With --input FILE, each line is a JSON object with prompt, prompt_token_ids or messages; it may have a custom_id,
+    and sampling parameters, which win over the options here. For each line, one such object goes to stdout, in their
+    order, with its line and custom_id, or with an error. Exit code 1: some failed; the others are done.
     """
     from quire_engine.config import EngineConfig
     from quire_engine.errors import EngineError, RequestError
@@ -46,12 +52,20 @@ def generate(
     from quire_engine.models import check_checkpoint
     from quire_engine.sampling_params import convert_parameters
 
+    from quire_cli.demo import resolve_model
+    from quire_cli.model_repository import parse_settings
+
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
+        "top_k": top_k, "min_p": min_p, "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos,
+    }  # fmt: skip
+    model, engine_settings = resolve_model(model, yes=yes), parse_settings(settings or [])
     if input_file is not None and prompt is not None:
         raise UsageError("--prompt and --input are both given; give one of them")
     # Errors are found before the seconds that loading takes.
     try:
         given = convert_parameters(sampling)
-        config = EngineConfig.from_settings({"model": str(model), **settings})
+        config = EngineConfig.from_settings({"model": str(model), **engine_settings})
     except ValueError as error:
         raise UsageError(str(error)) from error
     try:
@@ -63,13 +77,13 @@ def generate(
         sampling_params = defaults.complete(given)
         if input_file is not None:
             batch = read_batch(input_file, sampling, defaults)
-            with loaded_engine(model, settings) as llm:
+            with loaded_engine(model, engine_settings) as llm:
                 batch.run(llm, Console(), _write)
             return
         text = read_prompt() if prompt is None else _decoded(os.fsencode(prompt), "--prompt")
         if not text:
             raise UsageError("the prompt is empty; give --prompt TEXT, or write it to stdin")
-        with loaded_engine(model, settings) as llm:
+        with loaded_engine(model, engine_settings) as llm:
             if as_json:
                 _write(Batch.of(text, sampling_params).only_result(llm) + "\n")
                 return

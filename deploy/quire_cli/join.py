@@ -1,32 +1,34 @@
-"""`quire join`: engines of this host for a model whose front is on another one. And `quire keys host`."""
+"""`quire join`: engines of this host for a model whose front is on another one."""
 
-import asyncio
 import signal
-import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.model_repository import find_repository, newest_version
 from quire_cli.options import JoinOptions
 
 
 def join(options: JoinOptions) -> int:
-    """Run engines until a signal ends them.
+    """Run engines that join a model on another host as its replicas.
 
-    Returns:
-        The exit code.
+    The front is a server whose model.json has data_parallel_size, data_parallel_size_local and data_parallel_address.
+    Both sides have keys. For each engine that has joined, a line on stdout says: "quire: ready data_parallel_rank=N
+    front=HOST:PORT". The front may be serving already; ranks that its data_parallel_size does not count join where its
+    data_parallel_max_size leaves room.
 
-    Raises:
-        UsageError: the repository holds several models, and no name is given.
-        CommandError: an engine cannot start, or the front rejects it.
+    SIGTERM, SIGINT and SIGHUP take the engines away: their requests go on on the others, and the front does not count
+    them as down.
     """
+    import asyncio
+
     from quire_backend.settings import load_engine_config
     from quire_engine.errors import EngineError
     from quire_engine.replicas.remote.headless import run_headless
     from quire_engine.system.log_lines import log_to_stderr
+
+    from quire_cli.model_repository import find_repository
 
     try:
         folder = _version_folder(find_repository(options.model_repository), options.name)
@@ -47,6 +49,8 @@ def join(options: JoinOptions) -> int:
 
 async def _until_stopped(serving: Coroutine[Any, Any, None]) -> None:
     """Await it, or cancel it on SIGTERM, SIGINT or SIGHUP."""
+    import asyncio
+
     task, loop = asyncio.ensure_future(serving), asyncio.get_running_loop()
     is_stopping = False
 
@@ -66,6 +70,8 @@ async def _until_stopped(serving: Coroutine[Any, Any, None]) -> None:
 
 def _version_folder(repository: Path, name: str | None) -> Path:
     """The folder of the model's newest version, which holds its model.json."""
+    from quire_cli.model_repository import newest_version
+
     names = sorted({path.parent.parent.name for path in repository.glob("*/*/model.json")})
     if not names:
         raise CommandError(f"{repository} holds no model; copy the front's")
@@ -80,21 +86,3 @@ def _version_folder(repository: Path, name: str | None) -> Path:
             f"{repository / name} holds no version, a folder named by a number with a model.json; copy the front's"
         )
     return folder
-
-
-def make_keys(path: Path, trusted: Sequence[str]) -> None:
-    """Make a host's file of keys if there is none, add trusted public keys, and print its own public key on stdout.
-
-    Raises:
-        CommandError: the file is malformed, or cannot be written.
-    """
-    from quire_engine.ipc.keys import add_peers
-
-    try:
-        keys = add_peers(path, trusted)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror}") from None
-    print(keys.public_key.hex())
-    print(f"quire: {path} trusts {len(keys.peers)} hosts; above is this one's public key", file=sys.stderr)

@@ -3,26 +3,29 @@
 import signal
 import threading
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 
 
-def serve_kv_store(folder: Path, listen: str, key_file: Path, max_bytes: int) -> int:
-    """Serve until asked to stop.
+def serve_kv_store(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the blocks are kept. Is made when missing.")],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="An address or a name of this host.")],
+    key_file: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="This host's keys, which trust those of the engines' hosts: quire keys host."
+        ),
+    ],
+    max_bytes: Annotated[int, typer.Option(help="Of all blocks; those not used for longest make room.")] = 16 << 30,
+) -> None:
+    """Keep KV blocks for engines of other hosts, which have kv_transfer_config with RemoteStorageConnector.
 
-    Args:
-        folder: where the blocks are kept.
-        listen: `host:port`; port 0 is any that is free.
-        key_file: of this host; trusts those that may come.
-        max_bytes: of all that is kept.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: an option has a bad value.
-        CommandError: it cannot listen, or the keys or the folder cannot be used.
+    Engines go on without it while it is away. Example: quire kv-store /var/cache/quire-kv --listen 10.0.0.5:29600
+    --key-file /etc/quire/keys.json
     """
     from quire_engine.ipc.keys import read_keys
     from quire_engine.kv_connector.store_server import StoreServer
@@ -52,4 +55,3 @@ def serve_kv_store(folder: Path, listen: str, key_file: Path, max_bytes: int) ->
         while not asked.wait(0.5):
             pass  # a signal that comes just before the wait begins does not end it
         server.close()
-    return 0

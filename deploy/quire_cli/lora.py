@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from quire_load.printable import printable
 
-from quire_cli.options import with_options
+from quire_cli.options import SERVER_GRPC, ServedModel, Url, with_options
 
 if TYPE_CHECKING:
     from quire_client import AdapterInfo, Client
@@ -19,23 +19,20 @@ lora_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter: requests give it as lora_name.")]
-Url = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")]
-_URL = "127.0.0.1:8001"
 
 
 @lora_app.command("load")
 @with_options
 def load(
-    model: Model,
+    model: ServedModel,
     name: Name,
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", help="The adapter, in PEFT's format; a folder on the server's host.")
     ],
     replace: Annotated[bool, typer.Option("--replace", help="Replace an adapter of that name.")] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Keep it in memory.")] = False,
-    url: Url = _URL,
+    url: Url = SERVER_GRPC,
 ) -> None:
     """Load an adapter while the model serves; it is there until it is unloaded, or the model is.
 
@@ -52,7 +49,7 @@ def load(
 
 @lora_app.command("unload")
 @with_options
-def unload(model: Model, name: Name, url: Url = _URL) -> None:
+def unload(model: ServedModel, name: Name, url: Url = SERVER_GRPC) -> None:
     """Unload an adapter; requests that have begun with it go on. Example: quire lora unload tinypy sql"""
     with _client(model, url) as client:
         client.unload_lora(model, name)
@@ -61,7 +58,7 @@ def unload(model: Model, name: Name, url: Url = _URL) -> None:
 
 @lora_app.command("pin")
 @with_options
-def pin(model: Model, name: Name, url: Url = _URL) -> None:
+def pin(model: ServedModel, name: Name, url: Url = SERVER_GRPC) -> None:
     """Keep an adapter in memory until it is unloaded. Example: quire lora pin tinypy sql"""
     with _client(model, url) as client:
         info = client.pin_lora(model, name)
@@ -71,8 +68,8 @@ def pin(model: Model, name: Name, url: Url = _URL) -> None:
 @lora_app.command("list")
 @with_options
 def list_adapters(
-    model: Model,
-    url: Url = _URL,
+    model: ServedModel,
+    url: Url = SERVER_GRPC,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of the table.")] = False,
 ) -> None:
     """List the adapters: where each is, its rank, size, requests and folder. Example: quire lora list tinypy"""
@@ -96,10 +93,10 @@ def _line(info: "AdapterInfo") -> str:
 @contextmanager
 def _client(model: str, url: str) -> Iterator["Client"]:
     """Raises CommandError for what the client raises."""
-    from quire_cli.scale import check_packages, rejections
+    from quire_cli.models import check_packages, rejections
 
     check_packages()
     from quire_client import Client
 
-    with rejections(model), Client(url) as client:
+    with rejections(f"{model}: "), Client(url) as client:
         yield client

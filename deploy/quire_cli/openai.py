@@ -7,22 +7,22 @@ the environment.
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 from quire_engine.system.extras import missing_package
-from quire_gateway.keys import KeyRing, make_key
+from quire_gateway.keys import KeyRing
 from quire_gateway.settings import API_KEYS_VARIABLE, GatewaySettings
 
-from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
+from quire_cli.server.companion import Companion
 
-_NEEDS = ("starlette", "uvicorn", "tritonclient")
+_NEEDS = ("starlette", "uvicorn", "tritonclient", "prometheus_client")
 _DRAIN_S = 1
 """For a gateway beside a server: what its requests wait for has been drained before."""
 _NICENESS = 3
@@ -66,20 +66,6 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
         return tuple(key.line() for key in KeyRing(tuple(dict.fromkeys(found))).keys)
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-def print_new_key(name: str, limits: Mapping[str, int | None]) -> None:
-    """`quire keys api`: a new key on stderr, and the line for a file of keys on stdout.
-
-    Raises:
-        UsageError: the name or a limit is wrong.
-    """
-    try:
-        key, kept = make_key(name, **limits)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    print(f"quire: the key of {name}, which is shown only now: {key}", file=sys.stderr)
-    print(kept.line())
 
 
 def run_gateway(settings: GatewaySettings) -> int:

@@ -6,9 +6,10 @@ every `--help` imports it.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
 
 # Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Checkpoint = Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download the demo model without asking, if it is not here.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the table.")]
+ServedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")]
+Url = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")]
+SERVER_GRPC = "127.0.0.1:8001"
 _MODELS, _ADDRESSES, _GATEWAY = "Models", "Addresses", "OpenAI gateway"
 """Groups of the options of `quire serve`."""
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -322,3 +333,92 @@ class LatencyOptions:
             least = 0 if item.name == "num_iters_warmup" else 1
             if getattr(self, item.name) < least:
                 raise ValueError(f"{item.name} is {getattr(self, item.name)}; it must be at least {least}")
+
+
+SPACE: Mapping[str, Sequence[Any]] = {
+    "max_num_seqs": [16, 128, 256],
+    "max_num_batched_tokens": [512, 1024, 4096],
+    "long_prefill_token_threshold": [256],
+    "speculative_config": [{"method": "suffix"}],
+    "quantization": ["int8"],
+    "tensor_parallel_size": [2],
+}
+"""What is tried beside the defaults unless --try says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """What `quire tune` searches."""
+
+    model: Checkpoint
+    slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")]
+    dataset: DatasetOptions
+    settings: Settings = None
+    """Those that stay as they are."""
+    attainment: Annotated[float, "Which share of the requests has to meet them."] = 0.95
+    tried: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="KEY=[VALUE,...]", help="Values of a setting, in JSON; null leaves it out."),
+    ] = None
+    journal: Annotated[Path, typer.Option(metavar="FILE", help="Keeps each run; the same command goes on from it.")] = (
+        Path("quire-tune.jsonl")
+    )
+    start_rate: Annotated[float, "Requests per second of the first run."] = 1.0
+    seconds: Annotated[float, "How long requests come in each run."] = 20.0
+    precision: Annotated[float, "Of rates, as a share of them."] = 0.1
+    burstiness: Annotated[float, "As in quire bench serve."] = 1.0
+    seed: Annotated[int, "Of prompts, lengths and arrivals."] = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.attainment <= 1:
+            raise ValueError(f"attainment is {self.attainment}; it must be above 0 and at most 1")
+        for name in ("start_rate", "seconds", "precision"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number above 0")
+        self.as_dict()  # raises what is wrong with the objectives
+        both = sorted(set(self.space) & set(self.fixed))
+        if both:
+            raise ValueError(f"{both[0]} is tried, and has a value as well; it can be one of them")
+
+    @property
+    def targets(self) -> "Targets":
+        """Those of `slo`."""
+        from quire_load.report import parse_goodput
+
+        try:
+            targets = parse_goodput([self.slo])
+        except ValueError as error:
+            raise ValueError(str(error).replace("goodput is", "slo is")) from None
+        if list(targets) != [""]:
+            raise ValueError(f"slo is {self.slo!r}; it has no class here: the objectives are of all requests")
+        return targets[""]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Those of `settings`, by name."""
+        from quire_cli.model_repository import parse_settings
+
+        return parse_settings(self.settings or [])
+
+    @property
+    def space(self) -> dict[str, Sequence[Any]]:
+        """The values of `tried`, by setting; without any, `SPACE`."""
+        found: dict[str, Sequence[Any]] = {}
+        for item in self.tried or ():
+            name, _, text = item.partition("=")
+            try:
+                values = json.loads(text)
+            except ValueError:
+                values = None
+            if not name or not isinstance(values, list) or not values:
+                raise ValueError(f"try is {item!r}; it must be KEY=[VALUE, …] with JSON values")
+            found[name] = values
+        return found or dict(SPACE)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What makes two searches the same one. More values may be tried: what is known of the others stays true."""
+        return {
+            "model": str(self.model.resolve()), "settings": self.fixed, "slo": asdict(self.targets),
+            "attainment": self.attainment, "seconds": self.seconds, "burstiness": self.burstiness,
+            "dataset": {name: str(value) for name, value in asdict(self.dataset).items()}, "seed": self.seed,
+        }  # fmt: skip

@@ -7,23 +7,23 @@ from pathlib import Path
 
 from quire_cli import dashboard as dashboards
 from quire_cli import openai
-from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard
 from quire_cli.demo import NAME, is_demo, resolve_model
 from quire_cli.errors import CommandError, UsageError, has_working_directory
-from quire_cli.health import Health, HealthServer
-from quire_cli.launch import ServerFlags, compose_backends, has_gpu, restrictions, server_environment, shows_log
-from quire_cli.loaded_models import LoadedModels
-from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import find_repository, models_of, write_model
 from quire_cli.openai import Gateway, read_api_keys
 from quire_cli.options import ServeOptions
 from quire_cli.ports import Endpoint, ReservedPorts, resolve
-from quire_cli.run_directory import RunDirectory, is_plain, sweep
-from quire_cli.supervisor import Service, blocked_signals
-from quire_cli.tritonserver import TritonServer, find_tritonserver
-from quire_cli.workarounds import workarounds_for
+from quire_cli.server.companion import Companion
+from quire_cli.server.health import Health, HealthServer
+from quire_cli.server.launch import ServerFlags, compose_backends, has_gpu, restrictions, server_environment, shows_log
+from quire_cli.server.loaded_models import LoadedModels
+from quire_cli.server.model_config import check_model_configs
+from quire_cli.server.run_directory import RunDirectory, is_plain, sweep
+from quire_cli.server.supervisor import Service, blocked_signals
+from quire_cli.server.tritonserver import TritonServer, find_tritonserver
+from quire_cli.server.workarounds import workarounds_for
 
 # The service of each port: its name in the ready line, and the flag that turns it off.
 _SERVICES = {"grpc": "allow-grpc", "http": "allow-http", "metrics": "allow-metrics"}

@@ -42,11 +42,9 @@ class Endpoint(Protocol):
         Raises:
             EndpointError: it has failed.
         """
-        ...
 
     async def close(self) -> None:
         """Close the connections."""
-        ...
 
 
 def kind_of_status(status: int) -> str:

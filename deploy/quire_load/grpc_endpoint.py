@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from quire_client import ClientError, DeadlineExceeded, Disconnected, InvalidArgument, NotFound, Unavailable
-from quire_client.messages import Value, infer_request, outputs_of
+from quire_client.messages import Value, infer_request, outputs_of, prompt_input
 from quire_client.pooling import pooled_of, pooling_request
 from quire_client.streams import MANY_STREAMS, Connection
 
@@ -54,9 +54,9 @@ class GrpcEndpoint:
 
     def _request(self, request: SampleRequest) -> Any:
         sampling = {**self._sampling, "max_tokens": request.max_tokens, **request.names}
+        name, prompt = prompt_input(request.prompt)
         inputs: dict[str, Value] = {
-            "text_input" if isinstance(request.prompt, str) else "input_ids": request.prompt,
-            "sampling_parameters": json.dumps(sampling), "stream": True, "return_num_input_tokens": True,
+            name: prompt, "sampling_parameters": json.dumps(sampling), "stream": True, "return_num_input_tokens": True,
             "return_num_output_tokens": True,
         }  # fmt: skip
         return infer_request(self._model, inputs)

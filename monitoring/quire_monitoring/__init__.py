@@ -12,16 +12,13 @@ from quire_monitoring.definitions import (
     make_aliases,
     make_metrics,
 )
-from quire_monitoring.replicas import ByEngine, ReplicaStatLoggers
 from quire_monitoring.triton import TritonStatLogger
 
 __all__ = [
     "METRICS",
-    "ByEngine",
     "MetricDefinition",
     "MetricKind",
     "MetricsConfig",
-    "ReplicaStatLoggers",
     "TritonStatLogger",
     "make_aliases",
     "make_metrics",

@@ -9,8 +9,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import TypeVar
+from typing import Any
 
 from quire_engine.slo import DEFAULT_CLASS
 from quire_engine.stats import (
@@ -23,13 +22,11 @@ from quire_engine.stats import (
     LiveRequestStats,
     SchedulerStats,
 )
-from quire_engine.timeline import REQUEST_PHASES
 
 from quire_monitoring.definitions import (
     BUILD,
     DEFAULT_CONFIG,
     KV_CONNECTOR_OUTCOMES,
-    KV_TIERS,
     LORA_INFO,
     MAX_ADAPTERS,
     OTHER_ADAPTERS,
@@ -49,7 +46,54 @@ from quire_monitoring.definitions import (
 )
 from quire_monitoring.goodput import Goodput
 
-_Number = TypeVar("_Number", int, float)
+# What is counted of each kind of statistics: field → series.
+_OF_SCHEDULER = {
+    "num_preemptions": series("quire_preemptions_total"),
+    "num_block_evictions": series("quire_kv_block_evictions_total"),
+    "prefix_cache_queries": series("quire_prefix_cache_queries_total"),
+    "prefix_cache_hits": series("quire_prefix_cache_hits_total"),
+}
+_OF_DRAFTS = {
+    "num_drafts": series("quire_spec_decode_drafts_total"),
+    "num_draft_tokens": series("quire_spec_decode_draft_tokens_total"),
+    "num_accepted_tokens": series("quire_spec_decode_accepted_tokens_total"),
+}
+_OF_KV_CONNECTOR = {
+    "queries": series("quire_external_prefix_cache_queries_total"),
+    "hits": series("quire_external_prefix_cache_hits_total"),
+    "num_loaded_blocks": series("quire_kv_connector_blocks_total", outcome="loaded"),
+    "num_failed_blocks": series("quire_kv_connector_blocks_total", outcome="load_failed"),
+    "num_saved_blocks": series("quire_kv_connector_blocks_total", outcome="saved"),
+    "num_unsaved_blocks": series("quire_kv_connector_blocks_total", outcome="save_failed"),
+    "num_loaded_bytes": series("quire_kv_connector_bytes_total", direction="load"),
+    "num_saved_bytes": series("quire_kv_connector_bytes_total", direction="save"),
+}
+_OF_ADAPTERS = {
+    "num_loads": series("quire_lora_loads_total", outcome="loaded"),
+    "num_failed_loads": series("quire_lora_loads_total", outcome="failed"),
+    "num_evictions": series("quire_lora_evictions_total"),
+}
+_OF_ITERATION = {
+    "num_prompt_tokens": series("quire_prompt_tokens_total"),
+    "num_cached_tokens": series("quire_prompt_tokens_cached_total"),
+    "num_generation_tokens": series("quire_generation_tokens_total"),
+    "num_engine_restarts": series("quire_engine_restarts_total"),
+    "num_requests_replayed": series("quire_requests_replayed_total"),
+    "num_requests_moved": series("quire_requests_moved_total"),
+}
+_GAUGES = {
+    "num_running": series("quire_requests_running"),
+    "num_waiting_for_fsm": series("quire_requests_waiting", reason="grammar"),
+    "num_loading": series("quire_requests_waiting", reason="remote_kv"),
+    "num_blocks_used": series("quire_kv_blocks", state="used"),
+    "num_blocks_cached": series("quire_kv_blocks", state="cached"),
+    "num_blocks_free": series("quire_kv_blocks", state="free"),
+    "num_states_used": series("quire_state_blocks", state="used"),
+    "num_states_cached": series("quire_state_blocks", state="cached"),
+    "num_states_free": series("quire_state_blocks", state="free"),
+    "kv_cache_usage": series("quire_kv_cache_usage_ratio"),
+}
+"""Field of `SchedulerStats` → gauge."""
 
 
 class Accumulator:
@@ -132,7 +176,7 @@ class Accumulator:
                 as the default class. None: the request was invalid.
         """
         with self._lock:
-            self._counters[_OUTCOMES["rejected"]] += 1
+            self._count("quire_requests_total", 1, outcome="rejected")
             if slo_class is not None:
                 self._record_verdict(self._known(slo_class), "miss", "rejected")
 
@@ -142,14 +186,10 @@ class Accumulator:
 
     def _record_scheduler(self, stats: SchedulerStats) -> None:
         before, self._scheduler_stats = self._scheduler_stats, stats
-        counters = self._counters
-        counters[_PREEMPTIONS] += _growth(before.num_preemptions, stats.num_preemptions)
-        counters[_EVICTIONS] += _growth(before.num_block_evictions, stats.num_block_evictions)
-        counters[_QUERIES] += _growth(before.prefix_cache_queries, stats.prefix_cache_queries)
-        counters[_HITS] += _growth(before.prefix_cache_hits, stats.prefix_cache_hits)
+        self._count_growth(_OF_SCHEDULER, before, stats)
         for rank, busy in enumerate(stats.rank_busy_seconds):
-            busy_before = before.rank_busy_seconds[rank] if before.rank_busy_seconds else 0.0
-            counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
+            known = before.rank_busy_seconds[rank] if before.rank_busy_seconds else 0.0
+            self._count("quire_worker_busy_seconds_total", _growth(known, busy), rank=str(rank))
         if stats.drafts is not None:
             self._record_drafts(before.drafts or DraftStats(), stats.drafts)
         if stats.kv_connector is not None:
@@ -161,123 +201,111 @@ class Accumulator:
             self._record_experts(self._expert_load, stats.expert_load)
             self._expert_load = stats.expert_load
 
+    def _count(self, name: str, growth: float, **labels: str) -> None:
+        self._counters[series(name, **labels)] += growth  # type: ignore[assignment]
+
+    def _count_growth(self, table: Mapping[str, Series], before: Any, now: Any) -> None:
+        for field, one in table.items():
+            self._counters[one] += _growth(getattr(before, field), getattr(now, field))  # type: ignore[assignment]
+
     def _record_adapters(self, before: AdapterStats, now: AdapterStats) -> None:
-        self._counters[_LORA_LOADS["loaded"]] += _growth(before.num_loads, now.num_loads)
-        self._counters[_LORA_LOADS["failed"]] += _growth(before.num_failed_loads, now.num_failed_loads)
-        self._counters[_LORA_EVICTIONS] += _growth(before.num_evictions, now.num_evictions)
+        self._count_growth(_OF_ADAPTERS, before, now)
         if (before.running.keys(), before.waiting.keys()) != (now.running.keys(), now.waiting.keys()):
             self._adapters_changed_at = time.time()
 
     def _record_experts(self, before: ExpertLoadStats | None, now: ExpertLoadStats) -> None:
         ranks_before = [0] * len(now.rank_tokens) if before is None else before.rank_tokens
         for rank, (known, tokens) in enumerate(zip(ranks_before, now.rank_tokens, strict=True)):
-            self._counters[_expert_rank(rank)] += _growth(known, tokens)
+            self._count("quire_expert_rank_tokens_total", _growth(known, tokens), rank=str(rank))
         if not self._config.expert_metrics:
             return
         for layer, row in enumerate(now.tokens):
             row_before = (before.tokens[layer] if before is not None else []) or [0] * len(row)
             for expert, (known, tokens) in enumerate(zip(row_before, row, strict=bool(row))):
                 if tokens != known:
-                    self._counters[_expert(layer, expert)] += _growth(known, tokens)
+                    growth = _growth(known, tokens)
+                    self._count("quire_expert_tokens_total", growth, layer=str(layer), expert=str(expert))
 
     def _record_kv_connector(self, before: KVConnectorStats, now: KVConnectorStats) -> None:
-        counters = self._counters
-        counters[_EXTERNAL_QUERIES] += _growth(before.queries, now.queries)
-        counters[_EXTERNAL_HITS] += _growth(before.hits, now.hits)
-        counters[_KV_BLOCKS["loaded"]] += _growth(before.num_loaded_blocks, now.num_loaded_blocks)
-        counters[_KV_BLOCKS["load_failed"]] += _growth(before.num_failed_blocks, now.num_failed_blocks)
-        counters[_KV_BLOCKS["saved"]] += _growth(before.num_saved_blocks, now.num_saved_blocks)
-        counters[_KV_BLOCKS["save_failed"]] += _growth(before.num_unsaved_blocks, now.num_unsaved_blocks)
-        counters[_KV_LOADED_BYTES] += _growth(before.num_loaded_bytes, now.num_loaded_bytes)
-        counters[_KV_SAVED_BYTES] += _growth(before.num_saved_bytes, now.num_saved_bytes)
+        self._count_growth(_OF_KV_CONNECTOR, before, now)
         for tier, numbers in now.tiers.items():
             known = before.tiers.get(tier) or [0] * len(numbers)
             for outcome, old, new in zip(KV_CONNECTOR_OUTCOMES, known, numbers, strict=True):
-                counters[_KV_TIER_BLOCKS[tier, outcome]] += _growth(old, new)
+                self._count("quire_kv_connector_tier_blocks_total", _growth(old, new), tier=tier, outcome=outcome)
 
     def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
-        counters = self._counters
-        counters[_DRAFTS] += _growth(before.num_drafts, now.num_drafts)
-        counters[_DRAFT_TOKENS] += _growth(before.num_draft_tokens, now.num_draft_tokens)
-        counters[_ACCEPTED] += _growth(before.num_accepted_tokens, now.num_accepted_tokens)
+        self._count_growth(_OF_DRAFTS, before, now)
         known = before.num_accepted_tokens_per_pos
         for place, accepted in enumerate(now.num_accepted_tokens_per_pos):
-            counters[_accepted_at(place)] += _growth(known[place] if place < len(known) else 0, accepted)
+            growth = _growth(known[place] if place < len(known) else 0, accepted)
+            self._count("quire_spec_decode_accepted_tokens_per_pos_total", growth, position=str(place))
+
+    def _observe(self, name: str, *values: float, **labels: str) -> None:
+        self._observations[series(name, **labels)] += values
 
     def _record_iteration(self, stats: IterationStats) -> None:
-        counters, observations = self._counters, self._observations
-        counters[_PROMPT_TOKENS] += stats.num_prompt_tokens
-        counters[_CACHED_TOKENS] += stats.num_cached_tokens
-        counters[_GENERATION_TOKENS] += stats.num_generation_tokens
-        counters[_RESTARTS] += stats.num_engine_restarts
-        counters[_REPLAYED] += stats.num_requests_replayed
-        counters[_MOVED] += stats.num_requests_moved
+        for field, one in _OF_ITERATION.items():
+            self._counters[one] += getattr(stats, field)
         first_tokens = zip(stats.first_token_slo_classes, stats.time_to_first_token_seconds, strict=True)
         for slo_class, seconds in first_tokens:
-            observations[_of_class(_FIRST_TOKEN, self._known(slo_class))].append(seconds)
+            self._observe("quire_time_to_first_token_seconds", seconds, slo=self._known(slo_class))
         for phase, seconds in stats.phases:
-            observations[_PHASES[phase]].append(seconds)
+            self._observe(f"quire_request_{phase}_time_seconds", seconds)
         for slo_class, cause, _ in stats.misses:
             self._record_verdict(self._known(slo_class), "miss", cause)
         self._live = stats.live or self._live
-        if stats.inter_token_seconds:
-            observations[_INTER_TOKEN] += stats.inter_token_seconds
-        if stats.cancel_to_free_seconds:
-            observations[_CANCEL_TO_FREE] += stats.cancel_to_free_seconds
+        self._observe("quire_inter_token_latency_seconds", *stats.inter_token_seconds)
+        self._observe("quire_cancel_to_free_seconds", *stats.cancel_to_free_seconds)
         images = stats.images
         if images is not None:
             num_queries = images.num_cached + images.num_failed + len(images.encode_seconds)
-            counters[_IMAGE_QUERIES] += num_queries
-            counters[_IMAGE_HITS] += images.num_cached
-            counters[_IMAGE_FAILURES] += images.num_failed
-            observations[_IMAGE_ENCODE] += images.encode_seconds
+            self._count("quire_image_cache_queries_total", num_queries)
+            self._count("quire_image_cache_hits_total", images.num_cached)
+            self._count("quire_image_failures_total", images.num_failed)
+            self._observe("quire_image_encode_seconds", *images.encode_seconds)
         step = stats.step
         if step is not None:
-            observations[_STEP_TOKENS].append(step.num_tokens)
-            observations[_SCHEDULE].append(step.schedule_seconds)
-            observations[_EXECUTE].append(step.execute_seconds)
-            observations[_UPDATE].append(step.update_seconds)
+            self._observe("quire_iteration_tokens", step.num_tokens)
+            self._observe("quire_step_seconds", step.schedule_seconds, phase="schedule")
+            self._observe("quire_step_seconds", step.execute_seconds, phase="execute")
+            self._observe("quire_step_seconds", step.update_seconds, phase="update")
 
     def _record_request(self, request: FinishedRequestStats) -> None:
         outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason
-        if outcome in _OUTCOMES:
-            self._counters[_OUTCOMES[outcome]] += 1
+        if outcome in OUTCOMES:
+            self._count("quire_requests_total", 1, outcome=outcome)
         if request.options.adapter is not None:
             name = self._counted_adapter(request.options.adapter.name)
-            self._counters[series("quire_lora_requests_total", adapter=name)] += 1
-            tokens = series("quire_lora_generation_tokens_total", adapter=name)
-            self._counters[tokens] += request.num_output_tokens
-        observations, own = self._observations, request.options.slo.slo_class
-        slo_class = self._known(own)
+            self._count("quire_lora_requests_total", 1, adapter=name)
+            self._count("quire_lora_generation_tokens_total", request.num_output_tokens, adapter=name)
+        observe, own = self._observe, request.options.slo.slo_class
+        slo_class, first_token = self._known(own), request.time_to_first_token_seconds
         if not request.was_rejected_at_once:
-            observations[_of_class(_E2E, slo_class)].append(request.e2e_seconds)
-        if request.time_to_first_token_seconds is not None:
-            observations[_REQUEST_GENERATION].append(request.num_output_tokens)
-            observations[_SEQUENCES].append(request.num_sequences)
+            observe("quire_e2e_request_latency_seconds", request.e2e_seconds, slo=slo_class)
+        if first_token is not None:
+            observe("quire_request_generation_tokens", request.num_output_tokens)
+            observe("quire_request_params_n", request.num_sequences)
             if request.params is not None and request.params.max_tokens is not None:
-                observations[_MAX_TOKENS].append(request.params.max_tokens)
-            observations[_LONGEST].append(request.num_longest_output_tokens)
-        if request.time_to_first_token_seconds is not None or request.has_vector:
+                observe("quire_request_params_max_tokens", request.params.max_tokens)
+            observe("quire_request_longest_generation_tokens", request.num_longest_output_tokens)
+        if first_token is not None or request.has_vector:
             seconds = request.phase_seconds
-            observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
-            observations[_INFERENCE].append(
-                request.e2e_seconds - seconds["encode"] - seconds["held"] - seconds["queue"]
-            )
-            observations[_COMPUTED_PROMPT].append(request.num_prompt_tokens - request.num_cached_tokens)
+            inference_seconds = request.e2e_seconds - seconds["encode"] - seconds["held"] - seconds["queue"]
+            observe("quire_request_prompt_tokens", request.num_prompt_tokens)
+            observe("quire_request_inference_time_seconds", inference_seconds)
+            observe("quire_request_computed_prompt_tokens", request.num_prompt_tokens - request.num_cached_tokens)
         if request.time_per_output_token_seconds is not None:
-            observations[_of_class(_PER_TOKEN, slo_class)].append(request.time_per_output_token_seconds)
-        if request.predicted_ttft_seconds is not None and request.time_to_first_token_seconds:
-            error = abs(request.predicted_ttft_seconds - request.time_to_first_token_seconds)
-            observations[_PREDICTION_ERROR].append(error / request.time_to_first_token_seconds)
+            observe("quire_time_per_output_token_seconds", request.time_per_output_token_seconds, slo=slo_class)
+        if request.predicted_ttft_seconds is not None and first_token:
+            error = abs(request.predicted_ttft_seconds - first_token)
+            observe("quire_ttft_prediction_error_ratio", error / first_token)
         if own in self._slo_classes and request.refusal in REFUSALS:
-            refused = series("quire_requests_refused_total", slo=own, reason=request.refusal)
-            self._counters[refused] += 1
+            self._count("quire_requests_refused_total", 1, slo=own, reason=request.refusal)
         if own in self._slo_classes and request.slo_verdict and request.slo_cause:
             if not request.missed_live:
                 self._record_verdict(own, request.slo_verdict, request.slo_cause)
             if request.slo_verdict == "good":
-                tokens = series("quire_goodput_tokens_total", slo=own)
-                self._counters[tokens] += request.num_output_tokens
+                self._count("quire_goodput_tokens_total", request.num_output_tokens, slo=own)
 
     def _counted_adapter(self, name: str) -> str:
         """The label's value: the name, which an operator has registered, unless there are too many."""
@@ -286,7 +314,7 @@ class Accumulator:
         return name if name in self._counted_adapters else OTHER_ADAPTERS
 
     def _record_verdict(self, slo_class: str, verdict: str, cause: str) -> None:
-        self._counters[series("quire_slo_requests_total", slo=slo_class, verdict=verdict, cause=cause)] += 1
+        self._count("quire_slo_requests_total", 1, slo=slo_class, verdict=verdict, cause=cause)
         self._goodput.record(slo_class, verdict == "good")
 
     # -- out --------------------------------------------------------------------------------------------------------
@@ -332,26 +360,19 @@ class Accumulator:
             adapters, changed_at = self._adapters if is_up else AdapterStats(), self._adapters_changed_at
             load = self._expert_load if stats.num_running or stats.num_waiting else None
         num_elsewhere = stats.num_waiting_for_fsm + stats.num_loading + adapters.num_waiting
-        gauges: dict[Series, float] = {
-            _UP: float(is_up),
-            _START_TIME: self._server_start_time,
-            _BUILD_INFO: 1.0,
+        gauges: dict[Series, float] = {one: getattr(stats, field) for field, one in _GAUGES.items()}
+        gauges |= {
+            series("quire_engine_up"): float(is_up),
+            series("quire_server_start_time_seconds"): self._server_start_time,
+            series("quire_build_info", **BUILD): 1.0,
             self._load_time: self._loaded_at,
-            _RUNNING: stats.num_running,
-            _QUEUED: max(0, stats.num_waiting - num_elsewhere),  # the adapters' number may be a little older
-            _WAITING_FOR_ADAPTER: adapters.num_waiting,
-            _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
-            _LOADING: stats.num_loading,
-            _HELD: live.num_held,
-            _BLOCKS_USED: stats.num_blocks_used,
-            _BLOCKS_CACHED: stats.num_blocks_cached,
-            _BLOCKS_FREE: stats.num_blocks_free,
-            _STATES_USED: stats.num_states_used,
-            _STATES_CACHED: stats.num_states_cached,
-            _STATES_FREE: stats.num_states_free,
-            _USAGE: stats.kv_cache_usage,
+            # The adapters' number may be a little older.
+            series("quire_requests_waiting", reason="queue"): max(0, stats.num_waiting - num_elsewhere),
+            series("quire_requests_waiting", reason="adapter"): adapters.num_waiting,
+            series("quire_requests_waiting", reason="held"): live.num_held,
         }
-        for level, one in enumerate(_SLEEP_STATES):
+        for level, state in enumerate(SLEEP_STATES):
+            one = series("quire_engine_sleep_state", sleep_state=state)
             gauges[one] = float(is_up and stats.sleep_level == level)
         if self._cache_info is not None:
             gauges[self._cache_info] = 1.0
@@ -361,7 +382,8 @@ class Accumulator:
                 for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
         if self._config.max_loras:
-            gauges[_LORA_READY], gauges[_LORA_IN_USE] = len(adapters.ready), len(adapters.in_use)
+            gauges[series("quire_lora_adapters", state="ready")] = len(adapters.ready)
+            gauges[series("quire_lora_adapters", state="in_use")] = len(adapters.in_use)
         if self._config.expert_shape is not None:
             gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):
@@ -412,41 +434,14 @@ class Reader:
                 self._accumulator._readers.remove(self)
 
 
-@cache
-def _busy(rank: int) -> Series:
-    return series("quire_worker_busy_seconds_total", rank=str(rank))
-
-
-@cache
-def _accepted_at(place: int) -> Series:
-    return series("quire_spec_decode_accepted_tokens_per_pos_total", position=str(place))
-
-
-@cache
-def _of_class(name: str, slo_class: str) -> Series:
-    return series(name, slo=slo_class)
-
-
-@cache
-def _expert_rank(rank: int) -> Series:
-    return series("quire_expert_rank_tokens_total", rank=str(rank))
-
-
-@cache
-def _expert(layer: int, expert: int) -> Series:
-    return series("quire_expert_tokens_total", layer=str(layer), expert=str(expert))
-
-
 def _imbalance(load: ExpertLoadStats | None) -> dict[Series, float]:
-    values = [("experts", "mean", 0.0), ("experts", "max", 0.0), ("ranks", "mean", 0.0), ("ranks", "max", 0.0)]
-    if load is not None:
-        values = [
-            ("experts", "mean", load.mean_over_experts),
-            ("experts", "max", load.max_over_experts),
-            ("ranks", "mean", load.mean_over_ranks),
-            ("ranks", "max", load.max_over_ranks),
-        ]
-    return {series("quire_expert_imbalance_ratio", over=over, layers=which): value for over, which, value in values}
+    return {
+        series("quire_expert_imbalance_ratio", over=over, layers=layers): (
+            0.0 if load is None else getattr(load, f"{layers}_over_{over}")
+        )
+        for over in ("experts", "ranks")
+        for layers in ("mean", "max")
+    }
 
 
 def _lora_info(max_loras: int, adapters: AdapterStats) -> Series:
@@ -454,75 +449,6 @@ def _lora_info(max_loras: int, adapters: AdapterStats) -> Series:
     return series(LORA_INFO.name, max_lora=str(max_loras), running_lora_adapters=running, waiting_lora_adapters=waiting)
 
 
-def _growth(before: _Number, now: _Number) -> _Number:
+def _growth(before: float, now: float) -> float:
     """The growth of a total; an engine that was started again counts from 0."""
     return now - before if now >= before else now
-
-
-_UP = series("quire_engine_up")
-_SLEEP_STATES = [series("quire_engine_sleep_state", sleep_state=state) for state in SLEEP_STATES]
-_BUILD_INFO = series("quire_build_info", **BUILD)
-_START_TIME = series("quire_server_start_time_seconds")
-_RUNNING = series("quire_requests_running")
-_QUEUED = series("quire_requests_waiting", reason="queue")
-_WAITING_FOR_GRAMMAR = series("quire_requests_waiting", reason="grammar")
-_LOADING = series("quire_requests_waiting", reason="remote_kv")
-_HELD = series("quire_requests_waiting", reason="held")
-_BLOCKS_USED = series("quire_kv_blocks", state="used")
-_BLOCKS_CACHED = series("quire_kv_blocks", state="cached")
-_BLOCKS_FREE = series("quire_kv_blocks", state="free")
-_STATES_USED = series("quire_state_blocks", state="used")
-_STATES_CACHED = series("quire_state_blocks", state="cached")
-_STATES_FREE = series("quire_state_blocks", state="free")
-_USAGE = series("quire_kv_cache_usage_ratio")
-_OUTCOMES = {outcome: series("quire_requests_total", outcome=outcome) for outcome in OUTCOMES}
-_PROMPT_TOKENS = series("quire_prompt_tokens_total")
-_CACHED_TOKENS = series("quire_prompt_tokens_cached_total")
-_GENERATION_TOKENS = series("quire_generation_tokens_total")
-_PREEMPTIONS = series("quire_preemptions_total")
-_EVICTIONS = series("quire_kv_block_evictions_total")
-_QUERIES = series("quire_prefix_cache_queries_total")
-_HITS = series("quire_prefix_cache_hits_total")
-_EXTERNAL_QUERIES = series("quire_external_prefix_cache_queries_total")
-_EXTERNAL_HITS = series("quire_external_prefix_cache_hits_total")
-_KV_BLOCKS = {outcome: series("quire_kv_connector_blocks_total", outcome=outcome) for outcome in KV_CONNECTOR_OUTCOMES}
-_KV_TIER_BLOCKS = {
-    (tier, outcome): series("quire_kv_connector_tier_blocks_total", tier=tier, outcome=outcome)
-    for tier in KV_TIERS
-    for outcome in KV_CONNECTOR_OUTCOMES
-}
-_KV_SAVED_BYTES = series("quire_kv_connector_bytes_total", direction="save")
-_KV_LOADED_BYTES = series("quire_kv_connector_bytes_total", direction="load")
-_RESTARTS = series("quire_engine_restarts_total")
-_REPLAYED = series("quire_requests_replayed_total")
-_MOVED = series("quire_requests_moved_total")
-_DRAFTS = series("quire_spec_decode_drafts_total")
-_DRAFT_TOKENS = series("quire_spec_decode_draft_tokens_total")
-_ACCEPTED = series("quire_spec_decode_accepted_tokens_total")
-_FIRST_TOKEN = "quire_time_to_first_token_seconds"
-_INTER_TOKEN = series("quire_inter_token_latency_seconds")
-_PER_TOKEN = "quire_time_per_output_token_seconds"
-_E2E = "quire_e2e_request_latency_seconds"
-_IMAGE_QUERIES, _IMAGE_HITS, _IMAGE_FAILURES = map(
-    series, ("quire_image_cache_queries_total", "quire_image_cache_hits_total", "quire_image_failures_total")
-)
-_IMAGE_ENCODE = series("quire_image_encode_seconds")
-_PHASES = {phase: series(f"quire_request_{phase}_time_seconds") for phase in REQUEST_PHASES}
-_REQUEST_PROMPT = series("quire_request_prompt_tokens")
-_REQUEST_GENERATION = series("quire_request_generation_tokens")
-_SEQUENCES = series("quire_request_params_n")
-_MAX_TOKENS = series("quire_request_params_max_tokens")
-_INFERENCE = series("quire_request_inference_time_seconds")
-_COMPUTED_PROMPT = series("quire_request_computed_prompt_tokens")
-_LONGEST = series("quire_request_longest_generation_tokens")
-_STEP_TOKENS = series("quire_iteration_tokens")
-_SCHEDULE = series("quire_step_seconds", phase="schedule")
-_EXECUTE = series("quire_step_seconds", phase="execute")
-_UPDATE = series("quire_step_seconds", phase="update")
-_PREDICTION_ERROR = series("quire_ttft_prediction_error_ratio")
-_CANCEL_TO_FREE = series("quire_cancel_to_free_seconds")
-_WAITING_FOR_ADAPTER = series("quire_requests_waiting", reason="adapter")
-_LORA_READY = series("quire_lora_adapters", state="ready")
-_LORA_IN_USE = series("quire_lora_adapters", state="in_use")
-_LORA_LOADS = {outcome: series("quire_lora_loads_total", outcome=outcome) for outcome in ("loaded", "failed")}
-_LORA_EVICTIONS = series("quire_lora_evictions_total")

@@ -8,7 +8,7 @@ import enum
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from itertools import product
 
@@ -105,6 +105,7 @@ class MetricDefinition:
         return [dict(zip(self.labels, values, strict=True)) for values in product(*self.labels.values())]
 
 
+@lru_cache(1 << 16)
 def series(name: str, **labels: str) -> Series:
     """One series of a metric."""
     return name, tuple(sorted(labels.items()))

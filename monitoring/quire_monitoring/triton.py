@@ -57,7 +57,6 @@ class MetricFamily(Protocol):
 
     def Metric(self, labels: dict[str, str], buckets: list[float] | None = ...) -> Any:  # noqa: N802
         """A series of this family, with `increment`, `set` or `observe`."""
-        ...
 
 
 class TritonStatLogger:

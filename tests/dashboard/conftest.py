@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from quire_dashboard.frame import close_monitors
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views.load import stop_all
+from quire_dashboard.watchers import close_monitors
 from support.fake_triton import TOKEN, FakeTriton, fake_triton
 
 
@@ -14,7 +14,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTriton]:
     """A running stand-in, which this process' dashboard is pointed at."""
     with fake_triton() as running:
         settings = Settings(url=running.url, metrics=running.metrics, introspection_token=TOKEN)
-        for name, value in settings.to_environment().items():
+        for name, value in to_environment([settings]).items():
             monkeypatch.setenv(name, value)
         yield running
         stop_all()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,12 @@ from quire_dashboard import frame
 from quire_dashboard import monitor as monitor_module
 from quire_dashboard.chat import Turn
 from quire_dashboard.findings import SLO_EXAMPLE
-from quire_dashboard.frame import Line, monitor
+from quire_dashboard.frame import Line
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
+from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views import requests
+from quire_dashboard.watchers import close_monitors, monitor
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton, make_request
 from support.pages import PAGE, TIMEOUT_S, open_page, press, text_of
@@ -40,6 +43,12 @@ def image_file(color: str) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (20, 10), color).save(file, "PNG")
     return file.getvalue()
+
+
+def set_settings(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
+    """Have this process' dashboard run with other settings."""
+    for name, value in to_environment([replace(Settings.from_environment(), **changed)]).items():
+        monkeypatch.setenv(name, value)
 
 
 def read_again() -> None:
@@ -559,7 +568,7 @@ def test_ended_requests_say_why_and_are_filtered_searched_and_sent_again(fake: F
 def test_commands_have_this_servers_ports_and_the_requests_class(
     fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QUIRE_DASHBOARD_HTTP", "127.0.0.1:18000")
+    set_settings(monkeypatch, http="127.0.0.1:18000")
     fake.state.end(slo_class="default")
     fake.state.end(slo_class="batch")
     app = open_page("ended")
@@ -611,7 +620,7 @@ def test_incidents_say_who_was_hurt_also_after_the_server_and_the_page_are_gone(
     assert row["cause"] == "The KV cache is full and requests are preempted"
     assert (row["requests hurt"], row["alert"], row["model"]) == (10, "QuireKVCacheSaturated", "tinypy")
     fake.stop()
-    frame.close_monitors()
+    close_monitors()
     app = open_page("incidents")
     app.session_state["incidents_chosen"] = monitor().incidents.rows()[0].id
     text = text_of(app.run())
@@ -957,7 +966,7 @@ def test_load_runs_and_is_watched(fake: FakeTriton) -> None:
 
 
 def test_nothing_is_shown_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame, please")
+    set_settings(monkeypatch, token="open sesame, please")
     app = open_page("requests")
     assert len(app.text_input) == 1
     assert not app.dataframe
@@ -969,7 +978,7 @@ def test_nothing_is_shown_without_the_token(fake: FakeTriton, monkeypatch: pytes
 
 
 def test_the_token_may_come_by_address_and_leaves_it(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame, please")
+    set_settings(monkeypatch, token="open sesame, please")
     app = AppTest.from_string(PAGE.format(page="requests"), default_timeout=TIMEOUT_S)
     app.query_params["token"] = "open sesame, please"
     assert "**2 requests**" in text_of(app.run())

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 import pytest
 from quire_client import Client
 from quire_dashboard import watchers
-from quire_dashboard.frame import close_monitors, monitors
 from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views import requests
 from quire_dashboard.views.load import stop_all
+from quire_dashboard.watchers import close_monitors, monitors
 from quire_load import scrape
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import TOKEN, FakeTriton, fake_triton

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from quire_cli.run_directory import sweep
+from quire_cli.server.run_directory import sweep
 from support import serving
 from support.serving import Server, serve
 from support.sweeps import no_sweeps

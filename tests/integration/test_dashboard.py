@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from quire_cli.run_directory import sweep
+from quire_cli.server.run_directory import sweep
 from support.browser import chromium, pages_of
 from support.clients import http
 from support.serving import Server, health, run_cli, serve, start, wait_until

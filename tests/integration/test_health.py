@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire_cli.run_directory import RunId
+from quire_cli.server.run_directory import RunId
 from quire_engine.system import process_state
 from support.clients import Answer, ask, cancel_at_the_end, run, with_client
 from support.processes import command_line

@@ -611,10 +611,10 @@ def test_the_clients_names_for_its_request_and_its_trace_are_passed_on(server: S
 
 
 def test_metrics_count_by_route_and_status(server: Server) -> None:
-    def count(route: str, status: int) -> int:
+    def count(route: str, status: int) -> float:
         name = f'quire_openai_requests_total{{route="{route}",status="{status}"}} '
         lines = get(server, "/metrics")[1].splitlines()
-        return sum(int(line.removeprefix(name)) for line in lines if line.startswith(name))
+        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
     before = count("/v1/completions", 400), count("other", 404)
     post(server, b"{")

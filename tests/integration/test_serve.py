@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_cli.run_directory import sweep
+from quire_cli.server.run_directory import sweep
 from quire_engine.system import process_state
 from support.clients import MODEL, Answer, ask, run, with_client
 from support.faults import put_fault

@@ -19,9 +19,9 @@ from typing import Any
 
 import pyarrow
 import pytest
-from quire_dashboard import frame
+from quire_dashboard import watchers
 from quire_dashboard.monitor import Monitor
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views.load import stop_all
 from streamlit.testing.v1 import AppTest
 from support.clients import ask, with_client
@@ -52,7 +52,7 @@ SETTINGS = {
 _OWN_TARGETS = ({}, {}, {"slo_ttft_ms": "0.001"}, {"slo_tpot_ms": "0.000001"}, {"slo_e2e_ms": "0.001"})
 _PAGES_WITH_LIVE_REQUESTS = ("overview", "kv_cache", "requests", "engine")
 _PAGE = """
-from quire_dashboard.frame import pickers
+from quire_dashboard.choice import pickers
 from quire_dashboard.views import {page}
 
 pickers()
@@ -123,12 +123,12 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
     with ExitStack() as stack:
         server = stack.enter_context(serve("--model-repository", str(folder / "models"), step_seconds=STEP_SECONDS))
         scraping = stack.enter_context(prometheus(server.metrics, scrape_interval=f"{SCRAPE_SECONDS}s"))
-        stack.callback(frame.close_monitors)
+        stack.callback(watchers.close_monitors)
         stack.callback(stop_all)
         result = OperatorsRun(server=server, prometheus=scraping, monitors={})
         for name, url in (("own", ""), ("prometheus", scraping.url)):
             with _dashboard_of(result, url):
-                result.monitors[name] = frame.monitor()
+                result.monitors[name] = watchers.monitor()
         wait_until(lambda: scraping.query("quire_engine_up == 1"), "the first scrape")
         result.began = time.time()
         asyncio.run(with_client(server, lambda client: _early(client, result.early)))
@@ -206,7 +206,7 @@ def _dashboard_of(result: OperatorsRun, prometheus_url: str) -> Iterator[None]:
     settings = Settings(url=result.server.grpc, metrics=result.server.metrics, prometheus=prometheus_url,
                         introspection_token=TOKEN)  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.to_environment().items():
+        for name, value in to_environment([settings]).items():
             patch.setenv(name, value)
         yield
 
@@ -243,7 +243,7 @@ def _look_twice(app: AppTest) -> None:
     try:
         wait_until(is_there, "there are two snapshots of a step")
     except AssertionError as error:
-        raise AssertionError(f"{error}: {seen[-1]} {frame.monitor().steps(MODEL)}, {len(seen)}") from None
+        raise AssertionError(f"{error}: {seen[-1]} {watchers.monitor().steps(MODEL)}, {len(seen)}") from None
 
 
 _USE: dict[str, Callable[[AppTest], Any]] = {"playground": _generate, "load": _send_load, "engine": _look_twice}

@@ -10,7 +10,7 @@ TIMEOUT_S = 60
 PAGE = """
 import streamlit as st
 from quire_dashboard.admission import is_admitted
-from quire_dashboard.frame import pickers
+from quire_dashboard.choice import pickers
 from quire_dashboard.views import {page}
 
 if is_admitted():

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_cli.run_directory import RunId
+from quire_cli.server.run_directory import RunId
 from support.faults import put_fault
 from support.sweeps import sweeping
 

@@ -11,9 +11,9 @@ import pytest
 import typer.main
 import yaml
 from packaging.requirements import Requirement
-from quire_cli.health import Health, HealthServer
 from quire_cli.main import app
 from quire_cli.ports import Endpoint
+from quire_cli.server.health import Health, HealthServer
 from support.serving import ROOT
 
 DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")

@@ -14,8 +14,7 @@ streamed and whole answers are parsed by the same code.
 from quire_gateway.output_parser.forms import REASONING_FORMS, TOOL_CALL_FORMS, named_call, plain, required_calls
 from quire_gateway.output_parser.harmony import harmony
 from quire_gateway.output_parser.message import Arguments, CallStart, Content, Message, Piece, Reasoning
-from quire_gateway.output_parser.parser import OutputParser
-from quire_gateway.output_parser.text import Form
+from quire_gateway.output_parser.text import Form, OutputParser
 
 __all__ = [
     "REASONING_FORMS",

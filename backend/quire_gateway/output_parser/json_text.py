@@ -113,7 +113,8 @@ class _Call:
             key = yield from _decoded(text)
             yield from text.blank()
             colon = yield from text.character()
-            if not isinstance(key, str) or colon != ":" or not self._is_taken(key):
+            is_taken = self._names is None or key in _CALL_KEYS
+            if not isinstance(key, str) or colon != ":" or not is_taken:
                 return
             yield from text.blank()
             if not (yield from self._value(key, text)):
@@ -122,9 +123,6 @@ class _Call:
             separator = yield from text.character()
         if separator == "}" and self._name and not self._has_arguments:
             self._begin(_NOTHING)
-
-    def _is_taken(self, key: str) -> bool:
-        return self._names is None or key in _CALL_KEYS
 
     def _value(self, key: str, text: Text) -> Steps[bool]:
         """The value of one key; False when it has no end, or the object is no call."""

@@ -1,15 +1,14 @@
-"""Text: what has come of a model's text and was not read yet."""
+"""Text: what has come of a model's text and was not read yet. OutputParser: has a form read it."""
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from quire_gateway.output_parser.message import Message
+from quire_gateway.output_parser.message import Message, Piece
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 """What reads: it yields whenever it needs more text, and returns what it has found."""
-Form = Callable[["Text", "Message"], Steps[None]]
+Form = Callable[["Text", Message], Steps[None]]
 """Reads a whole text, and tells the message what is in it."""
 
 
@@ -110,6 +109,44 @@ class Text:
             if found or self._has_ended:
                 return found[1] if found else None
             yield
+
+
+class OutputParser:
+    """Finds the pieces of one answer.
+
+    Args:
+        form: that the model writes in.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self._text = Text()
+        self._message = Message()
+        self._steps = form(self._text, self._message)
+        self._is_done = False
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._message.num_calls
+
+    def feed(self, part: str) -> list[Piece]:
+        """What the next part of the text shows."""
+        self._text.feed(part)
+        return self._go_on()
+
+    def finish(self) -> list[Piece]:
+        """What the end of the text shows. Idempotent."""
+        if self._is_done:
+            return []
+        self._text.end()
+        pieces = self._go_on()
+        self._message.end()
+        return pieces + self._message.take()
+
+    def _go_on(self) -> list[Piece]:
+        if not self._is_done and next(self._steps, self) is self:
+            self._is_done = True
+        return self._message.take()
 
 
 def _begun(text: str, markers: tuple[str, ...]) -> int:

@@ -4,25 +4,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import streamlit as st
 from quire_client.ended import LOST, EndedRequest
 
-from quire_dashboard import words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.charts import phases_table, timeline_spec
 from quire_dashboard.ended_requests import EndedSeen, Why, why
-from quire_dashboard.frame import (
-    TOKENS,
-    choice_table,
-    clock,
-    draw,
-    live,
-    model_or_reason,
-    monitor,
-    what_to_do,
-    zone,
-)
 from quire_dashboard.settings import TRACE_ID
 from quire_dashboard.snippets import curl
 
@@ -42,14 +32,14 @@ _ANY = "Any"
 def show() -> None:
     """Draw the page."""
     st.title("Slow & failed")
-    live(_now)
+    frame.live(_now)
 
 
 def _now() -> None:
-    model = model_or_reason()
+    model = frame.model_or_reason()
     if not model:
         return
-    seen = monitor().ended(model)
+    seen = watchers.monitor().ended(model)
     _say_what_is_known(model, seen)
     if not seen.requests:
         return
@@ -64,7 +54,14 @@ def _now() -> None:
     shown = dict(list(found.items())[:_MOST_ROWS])
     rows = [_row(request, causes[key]) for key, request in shown.items()]
     chosen: str | None = st.session_state.get(_CHOSEN)
-    choice_table(rows, list(shown), chosen, key=_TABLE, columns=_columns(), on_choice=_choose)
+    frame.choice_table(
+        rows,
+        list(shown),
+        chosen,
+        key=_TABLE,
+        columns=_columns(),
+        on_choice=partial(st.session_state.__setitem__, _CHOSEN),
+    )
     if len(found) > _MOST_ROWS:
         st.caption(f"The latest {_MOST_ROWS} of them; search or filter for others.")
     request = None if chosen is None else seen.requests.get(chosen)
@@ -76,22 +73,18 @@ def _now() -> None:
         st.caption("Choose a request in the table to see where its time went, and to send it again.")
 
 
-def _choose(key: str | None) -> None:
-    st.session_state[_CHOSEN] = key
-
-
 def _say_what_is_known(model: str, seen: EndedSeen) -> None:
     answer = seen.answer
     if seen.error:
         age = f" What is shown is {words.seconds(seen.age_s)} old." if seen.requests else ""
         st.warning(
             f"**{words.as_text(model)} does not say which requests have ended.** {words.as_text(seen.error)}"
-            f"{what_to_do(seen.error)}.{age}",
+            f"{frame.what_to_do(seen.error)}.{age}",
             icon=":material/visibility_off:",
         )  # fmt: skip
     if answer is None:
         return
-    since = clock(answer.since_unix, "%Y-%m-%d %H:%M %Z")
+    since = choice.clock(answer.since_unix, "%Y-%m-%d %H:%M %Z")
     if not answer.capacity:
         st.info("The model keeps no ended requests: its setting `ended_requests` is 0.")
     elif not seen.requests:
@@ -132,7 +125,7 @@ def _name(request: EndedRequest) -> str:
 def _row(request: EndedRequest, cause: Why) -> dict[str, Any]:
     verdict = f"missed {request.slo_cause}" if request.slo_verdict == "miss" else request.slo_verdict or "not judged"
     return {
-        "ended": datetime.fromtimestamp(request.time_unix, zone()),
+        "ended": datetime.fromtimestamp(request.time_unix, choice.zone()),
         "request": _name(request),
         "why": words.printable(cause.sentence, 300),
         "total": request.e2e_seconds,
@@ -149,7 +142,7 @@ def _columns() -> dict[str, Any]:
     """Together as wide as the page on a screen of 1,280 pixels."""
     column = st.column_config
     return {
-        "ended": column.DatetimeColumn(f"ended, {clock(time.time(), '%Z')}", format="HH:mm:ss", width=86),
+        "ended": column.DatetimeColumn(f"ended, {choice.clock(time.time(), '%Z')}", format="HH:mm:ss", width=86),
         "request": column.TextColumn(width=96),
         "why": column.TextColumn(width=168),
         "total": column.NumberColumn(format="%.2f s", width=62),
@@ -157,8 +150,8 @@ def _columns() -> dict[str, Any]:
         "queue": column.NumberColumn(format="%.3f s", width=72),
         "per token": column.NumberColumn(format="%.4f s", width=70),
         "SLO": column.TextColumn(width=110),
-        "prompt": column.NumberColumn(format=TOKENS, width=70),
-        "output": column.NumberColumn(format=TOKENS, width=70),
+        "prompt": column.NumberColumn(format=frame.TOKENS, width=70),
+        "output": column.NumberColumn(format=frame.TOKENS, width=70),
     }
 
 
@@ -166,7 +159,7 @@ def _one(model: str, request: EndedRequest) -> None:
     name = words.as_code(_name(request))
     st.markdown(f"**Request** {name}: {words.as_text(why(request).sentence)}")
     if request.phases:
-        draw(phases_table("request", request.phases), timeline_spec("its end"), key="phases", height=180,
+        frame.draw(phases_table("request", request.phases), timeline_spec("its end"), key="phases", height=180,
              alt="Where the request's time went")  # fmt: skip
     facts = [
         f"{words.count(request.num_prompt_tokens)} prompt tokens, {words.count(request.num_cached_tokens)} of them "
@@ -189,7 +182,7 @@ def _one(model: str, request: EndedRequest) -> None:
 
 
 def _trace(trace_id: str) -> None:
-    viewer = monitor().settings.traces
+    viewer = watchers.monitor().settings.traces
     if viewer and trace_id.isalnum():
         st.link_button("Trace", viewer.replace(TRACE_ID, trace_id), icon=":material/timeline:")
     else:
@@ -201,7 +194,8 @@ def _curl(model: str, request: EndedRequest) -> str:
     prompt = request.prompt if request.prompt is not None else f"(a prompt of {request.num_prompt_tokens} tokens)"
     said = {"slo_class": request.slo_class, "lora_name": request.adapter}
     parameters = {name: value for name, value in said.items() if value}
+    http = watchers.monitor().settings.http
     if request.task:
-        return curl(monitor().settings.http, model, prompt, {**request.parameters, "task": request.task}, parameters,
-                    parameters_input="pooling_parameters")  # fmt: skip
-    return curl(monitor().settings.http, model, prompt, request.parameters, parameters)
+        sampling = {**request.parameters, "task": request.task}
+        return curl(http, model, prompt, sampling, parameters, parameters_input="pooling_parameters")
+    return curl(http, model, prompt, request.parameters, parameters)

@@ -7,24 +7,10 @@ import msgspec
 import streamlit as st
 from quire_client.snapshot import Snapshot
 
-from quire_dashboard import words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.charts import SECONDS, chart_table, stacked_spec
 from quire_dashboard.figures import ADAPTER_REQUESTS, ADAPTER_TOKENS, ADAPTERS
-from quire_dashboard.frame import (
-    CHARTS_S,
-    Line,
-    chart,
-    draw,
-    events,
-    figures,
-    live,
-    monitor,
-    say_events,
-    selection,
-    server_away,
-    snapshot_or_reason,
-    table,
-)
+from quire_dashboard.frame import Line, chart
 from quire_dashboard.monitor import StepState
 from quire_dashboard.queries import GAP_S, Gauge, Quantile, Rate, Ratio, latest
 
@@ -44,14 +30,14 @@ _TRANSFERRED = "quire_kv_connector_blocks_total"
 def show() -> None:
     """Draw the page."""
     st.title("Engine")
-    live(_now)
-    live(_charts, CHARTS_S)
+    frame.live(_now)
+    frame.live(_charts, frame.CHARTS_S)
 
 
 def _now() -> None:
-    if server_away():
+    if frame.server_away():
         return
-    snapshot = snapshot_or_reason(selection().model)
+    snapshot = frame.snapshot_or_reason(choice.selection().model)
     if snapshot is None:
         return
     engine, step = snapshot.engine, snapshot.engine.last_step
@@ -67,7 +53,7 @@ def _now() -> None:
          "Tokens of the last step, and max_num_batched_tokens."),
         ("In flight", words.count(engine.batches_in_flight), "Batches that the ranks are computing."),
     )  # fmt: skip
-    figures(shown)
+    frame.figures(shown)
     if engine.engines:
         _replicas(snapshot)
     left, right = st.columns(2)
@@ -81,7 +67,7 @@ def _now() -> None:
 
 def _adapters(snapshot: Snapshot) -> None:
     st.subheader("LoRA adapters")
-    view, labels = monitor().view(), selection().labels
+    view, labels = watchers.monitor().view(), choice.selection().labels
     requests, tokens = latest(ADAPTER_REQUESTS, view, labels), latest(ADAPTER_TOKENS, view, labels)
     rows = [
         {
@@ -100,7 +86,7 @@ def _adapters(snapshot: Snapshot) -> None:
     ]
     decimal = st.column_config.NumberColumn(format="%.1f", help="Of those that have ended in the last minute.")
     columns = {"requests/s": decimal, "tokens/s": decimal, "MB": st.column_config.NumberColumn(format="%.1f")}
-    table(rows, key="adapters", columns=columns)
+    frame.table(rows, key="adapters", columns=columns)
 
 
 def _replicas(snapshot: Snapshot) -> None:
@@ -109,7 +95,7 @@ def _replicas(snapshot: Snapshot) -> None:
     roles = snapshot.settings.get("disaggregation")
     num_prefill = roles.get("prefill") if isinstance(roles, dict) else None
     running = Counter(request.engine for request in snapshot.requests if request.phase in ("prefill", "decode"))
-    live = Counter(request.engine for request in snapshot.requests)
+    present = Counter(request.engine for request in snapshot.requests)
     rows = [
         {
             "replica": one.index,
@@ -118,13 +104,13 @@ def _replicas(snapshot: Snapshot) -> None:
             "host": words.printable(one.host or "this one", 64),
             "process": one.pid,
             "running": running[one.index],
-            "not running": live[one.index] - running[one.index],
+            "not running": present[one.index] - running[one.index],
             "steps": one.step,
             "restarts": one.restarts,
         }
         for one in snapshot.engine.engines
     ]
-    table(rows, key="replicas", columns=dict.fromkeys(("running", "not running"), _REQUESTS))
+    frame.table(rows, key="replicas", columns=dict.fromkeys(("running", "not running"), _REQUESTS))
 
 
 def _ranks(snapshot: Snapshot) -> None:
@@ -139,7 +125,7 @@ def _ranks(snapshot: Snapshot) -> None:
         for rank in snapshot.engine.ranks
     ]
     if rows:
-        table(rows, key="ranks", columns={"step (median)": _MILLISECONDS})
+        frame.table(rows, key="ranks", columns={"step (median)": _MILLISECONDS})
     else:
         st.caption("The engine has no ranks at the moment.")
 
@@ -153,9 +139,9 @@ def _step(snapshot: Snapshot) -> None:
         for phase, value in phases.items()
     ]
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
-    table(rows, columns={"share": share, "median": _MILLISECONDS}, key="phases")
+    frame.table(rows, columns={"share": share, "median": _MILLISECONDS}, key="phases")
     if _drafts_tokens():
-        length = latest(_ACCEPTANCE_LENGTH, monitor().view(), selection().labels).get("")
+        length = latest(_ACCEPTANCE_LENGTH, watchers.monitor().view(), choice.selection().labels).get("")
         st.markdown(
             f"Acceptance length: **{words.decimal(length)}** tokens of a step for a request with drafts, in the mean "
             "of the last minute."
@@ -167,15 +153,15 @@ def _step(snapshot: Snapshot) -> None:
 
 
 def _charts() -> None:
-    if monitor().seconds_since_success is None:
+    if watchers.monitor().seconds_since_success is None:
         return
-    say_events()
+    frame.say_events()
     left, right = st.columns(2)
     with left:
         chart("Step time by phase (median)", "seconds", [
             Line(query=Quantile(name="quire_step_seconds", q=0.5, by="phase"), by="phase"),
         ], key="step_time", say=words.seconds, axis=SECONDS)  # fmt: skip
-        _composition(monitor().steps(selection().model))
+        _composition(watchers.monitor().steps(choice.selection().model))
     with right:
         chart("Ranks that are up", "ranks", [Line(query=Gauge(name="quire_worker_up"), name="ranks")], key="ranks_up",
               say=words.count)  # fmt: skip
@@ -195,7 +181,7 @@ def _charts() -> None:
             ], key="drafts", say=words.per_second)  # fmt: skip
             chart("Acceptance length", "tokens", [Line(query=_ACCEPTANCE_LENGTH, name="per step with drafts")],
                   key="acceptance_length", say=words.decimal)  # fmt: skip
-        if latest(ADAPTERS, monitor().view(), selection().labels):
+        if latest(ADAPTERS, watchers.monitor().view(), choice.selection().labels):
             chart("Tokens by adapter", "tokens per second", [Line(query=ADAPTER_TOKENS, by="adapter")],
                   key="adapter_tokens", say=words.per_second)  # fmt: skip
             chart("Adapters in memory", "adapters", [Line(query=ADAPTERS, by="state")], key="adapters_ready",
@@ -206,28 +192,30 @@ def _charts() -> None:
             chart("KV transfer in bytes", "bytes per second", [
                 Line(query=Rate(name="quire_kv_connector_bytes_total", by="direction"), by="direction"),
             ], key="kv_bytes", say=words.bytes_per_second)  # fmt: skip
-        if latest(_IMBALANCE, monitor().view(), selection().labels):
+        if latest(_IMBALANCE, watchers.monitor().view(), choice.selection().labels):
             chart("Busiest expert and rank", "times the average", [Line(query=_IMBALANCE, by="over")], key="imbalance",
                   say=words.decimal)  # fmt: skip
 
 
 def _drafts_tokens() -> bool:
     """Whether the model has speculative decoding."""
-    return bool(latest(_BY_PLACE, monitor().view(), selection().labels))
+    return bool(latest(_BY_PLACE, watchers.monitor().view(), choice.selection().labels))
 
 
 def _transfers() -> bool:
     """Whether blocks go through a KV connector, or would."""
-    snapshot = monitor().last_snapshot(selection().model)
+    snapshot = watchers.monitor().last_snapshot(choice.selection().model)
     settings = {} if snapshot is None else snapshot.settings
     is_set = bool(settings.get("kv_transfer_config") or settings.get("disaggregation"))
-    return is_set or bool(latest(Gauge(name=_TRANSFERRED), monitor().view(), selection().labels).get(""))
+    return is_set or bool(
+        latest(Gauge(name=_TRANSFERRED), watchers.monitor().view(), choice.selection().labels).get("")
+    )
 
 
 def _composition(steps: list[StepState]) -> None:
     st.markdown("**Batch composition** &nbsp; :gray[since this page was first opened]")
     now = time.time()
-    start = now - selection().range_s
+    start = now - choice.selection().range_s
     # Without visitors there are no snapshots: what was computed then is not known, and is not drawn.
     shown: list[tuple[float, int, int]] = []
     for step in steps:
@@ -242,6 +230,8 @@ def _composition(steps: list[StepState]) -> None:
     times, decode, prefill = zip(*shown, strict=True)
     data = chart_table(
         [*times, *times], ["decode"] * len(shown) + ["prefill"] * len(shown), [*decode, *prefill], (start, now),
-        events(),
+        frame.events(),
     )  # fmt: skip
-    draw(data, stacked_spec("tokens of a step", ("decode", "prefill")), key="composition", alt="Batch composition")
+    frame.draw(
+        data, stacked_spec("tokens of a step", ("decode", "prefill")), key="composition", alt="Batch composition"
+    )

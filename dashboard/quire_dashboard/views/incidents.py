@@ -2,14 +2,14 @@
 
 import time
 from datetime import datetime
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
 import streamlit as st
 from quire_client.symptoms import SYMPTOMS
 
-from quire_dashboard import words
-from quire_dashboard.frame import choice_table, clock, live, monitor, table, zone
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.incidents import MOST_HURT, MOST_ROWS, Hurt, Incident
 from quire_dashboard.settings import TRACE_ID
 
@@ -22,7 +22,7 @@ _HURT_COLUMNS: dict[str, Any] = {
 
 
 def _columns() -> dict[str, Any]:
-    column, name = st.column_config, clock(time.time(), "%Z")
+    column, name = st.column_config, choice.clock(time.time(), "%Z")
     return {
         "began": column.DatetimeColumn(f"began, {name}", format="MM-DD HH:mm:ss", width=130),
         "over": column.DatetimeColumn(f"over, {name}", format="MM-DD HH:mm:ss", width=130, help="Empty: it goes on."),
@@ -34,11 +34,11 @@ def _columns() -> dict[str, Any]:
 def show() -> None:
     """Draw the page."""
     st.title("Incidents")
-    live(_now)
+    frame.live(_now)
 
 
 def _now() -> None:
-    log = monitor().incidents
+    log = watchers.monitor().incidents
     rows = log.rows()
     if log.error:
         st.warning(f"Incidents are kept in the memory of this dashboard alone: {words.as_text(log.error)}.")
@@ -50,8 +50,13 @@ def _now() -> None:
         f"**{len(rows)} incident{'s' * (len(rows) > 1)}**" + (f", {num_going} of them now" if num_going else "")
     )
     chosen: str | None = st.session_state.get(_CHOSEN)
-    choice_table(
-        [_row(row) for row in rows], [row.id for row in rows], chosen, key=_TABLE, columns=_columns(), on_choice=_choose
+    frame.choice_table(
+        [_row(row) for row in rows],
+        [row.id for row in rows],
+        chosen,
+        key=_TABLE,
+        columns=_columns(),
+        on_choice=partial(st.session_state.__setitem__, _CHOSEN),
     )
     if len(rows) == MOST_ROWS:
         st.caption(f"The latest {MOST_ROWS}.")
@@ -62,12 +67,8 @@ def _now() -> None:
         _one(found)
 
 
-def _choose(key: str | None) -> None:
-    st.session_state[_CHOSEN] = key
-
-
 def _moment(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, zone())
+    return None if seconds is None else datetime.fromtimestamp(seconds, choice.zone())
 
 
 def _row(row: Incident) -> dict[str, Any]:
@@ -89,13 +90,13 @@ def _one(row: Incident) -> None:
     if not row.hurt:
         st.caption("No request that was hurt is known: the model lists none.")
         return
-    table([_hurt(one) for one in row.hurt], key="hurt", columns=_HURT_COLUMNS)
+    frame.table([_hurt(one) for one in row.hurt], key="hurt", columns=_HURT_COLUMNS)
     if row.num_hurt > MOST_HURT:
         st.caption(f"The first {MOST_HURT} of {words.count(row.num_hurt)}.")
 
 
 def _hurt(one: Hurt) -> dict[str, Any]:
-    viewer = monitor().settings.traces
+    viewer = watchers.monitor().settings.traces
     address = urlencode({"ended_search": one.id, "ended_show": "All that ended"})
     has_trace = viewer and one.trace_id.isalnum()
     return {

@@ -3,24 +3,10 @@
 import streamlit as st
 from quire_client.snapshot import Snapshot
 
-from quire_dashboard import words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.block_map import blocks_by_state, colours_of, draw
 from quire_dashboard.charts import SHARES
-from quire_dashboard.frame import (
-    CHARTS_S,
-    TOKENS,
-    Line,
-    chart,
-    figures,
-    live,
-    monitor,
-    request_names,
-    say_events,
-    selection,
-    server_away,
-    snapshot_or_reason,
-    table,
-)  # fmt: skip
+from quire_dashboard.frame import Line, chart
 from quire_dashboard.queries import Gauge, Rate, Ratio, latest
 
 _COLOURS = "block_colours"
@@ -31,15 +17,15 @@ _HITS = Ratio(part=Rate(name="quire_prefix_cache_hits_total"), whole=Rate(name="
 def show() -> None:
     """Draw the page."""
     st.title("KV cache")
-    live(_now)
-    live(_charts, CHARTS_S)
+    frame.live(_now)
+    frame.live(_charts, frame.CHARTS_S)
 
 
 def _now() -> None:
-    if server_away():
+    if frame.server_away():
         return
-    picked = selection()
-    snapshot = snapshot_or_reason(picked.model)
+    picked = choice.selection()
+    snapshot = frame.snapshot_or_reason(picked.model)
     _figures(snapshot)
     if snapshot is None:
         return
@@ -51,7 +37,7 @@ def _now() -> None:
     owners = sorted({owner for owner in snapshot.blocks.owner if 0 <= owner < len(requests)})
     before = st.session_state.get(_COLOURS, {})
     colours = st.session_state[_COLOURS] = colours_of([requests[owner].id for owner in owners], before)
-    st.html(draw(snapshot.blocks, requests, request_names(requests), colours))
+    st.html(draw(snapshot.blocks, requests, frame.request_names(requests), colours))
     left, right = st.columns(2)
     with left:
         st.subheader("Usage by request")
@@ -62,7 +48,7 @@ def _now() -> None:
 
 
 def _figures(snapshot: Snapshot | None) -> None:
-    view, labels = monitor().view(), selection().labels
+    view, labels = watchers.monitor().view(), choice.selection().labels
     states = latest(Gauge(name="quire_kv_blocks", by="state"), view, labels)
     # A cache that has been in use is full of cached blocks: the few empty ones alone would look like a shortage.
     available = states.get("free", 0.0) + states.get("cached", 0.0) if states else None
@@ -86,12 +72,13 @@ def _figures(snapshot: Snapshot | None) -> None:
     if snapshot is not None:
         shared = blocks_by_state(snapshot.blocks)["shared"]
         shown.insert(3, ("Shared", words.count(shared), "Used blocks that more than one request holds."))
-    figures(shown)
+    frame.figures(shown)
 
 
 def _usage(snapshot: Snapshot) -> None:
     held = sorted(
-        zip(snapshot.requests, request_names(snapshot.requests), strict=True), key=lambda item: -item[0].num_blocks
+        zip(snapshot.requests, frame.request_names(snapshot.requests), strict=True),
+        key=lambda item: -item[0].num_blocks,
     )
     rows = [
         {
@@ -108,9 +95,9 @@ def _usage(snapshot: Snapshot) -> None:
         return
     share = st.column_config.ProgressColumn("share", width="small", format="percent", min_value=0.0, max_value=1.0)
     cached = st.column_config.NumberColumn(
-        format=TOKENS, help="Tokens of its prompt that were found in the prefix cache."
+        format=frame.TOKENS, help="Tokens of its prompt that were found in the prefix cache."
     )
-    table(rows, columns={"share": share, "from cache": cached}, key="usage_by_request")
+    frame.table(rows, columns={"share": share, "from cache": cached}, key="usage_by_request")
 
 
 def _prefixes(snapshot: Snapshot) -> None:
@@ -125,13 +112,13 @@ def _prefixes(snapshot: Snapshot) -> None:
             {"prefix": f"no. {place}", "blocks": hot.num_blocks, "references": hot.num_references}
             for place, hot in enumerate(tree.hottest, 1)
         ]
-        table(rows, key="hottest")
+        frame.table(rows, key="hottest")
 
 
 def _charts() -> None:
-    if monitor().seconds_since_success is None:
+    if watchers.monitor().seconds_since_success is None:
         return
-    say_events()
+    frame.say_events()
     left, right = st.columns(2)
     with left:
         chart("Blocks by state", "blocks", [Line(query=Gauge(name="quire_kv_blocks", by="state"), by="state")],

@@ -6,10 +6,10 @@ from collections import Counter
 import streamlit as st
 from quire_load.report import percentile
 
-from quire_dashboard import words
+from quire_dashboard import frame, watchers, words
 from quire_dashboard.charts import SECONDS
 from quire_dashboard.choice import slo_class_picker
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, model_or_reason, monitor, say_events
+from quire_dashboard.frame import Line, chart
 from quire_dashboard.load import MOST_REQUESTS, MOST_STREAMS, LoadJob, LoadPlan
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
@@ -30,7 +30,7 @@ def stop_all() -> None:
 def show() -> None:
     """Draw the page."""
     st.title("Load")
-    model = model_or_reason()
+    model = frame.model_or_reason()
     if not model:
         return
     st.caption(
@@ -57,12 +57,12 @@ def show() -> None:
             prompt_tokens=int(prompt_tokens), shared_tokens=int(shared_tokens), slo_class=slo_class,
             request_rate=float(request_rate),
         ))  # fmt: skip
-    live(_watch)
-    live(_charts, CHARTS_S)
+    frame.live(_watch)
+    frame.live(_charts, frame.CHARTS_S)
 
 
 def _start(plan: LoadPlan) -> None:
-    watcher = monitor()
+    watcher = watchers.monitor()
     with _lock:
         job = _jobs.get(watcher.settings.url)
         if job is not None and job.is_running:
@@ -73,7 +73,7 @@ def _start(plan: LoadPlan) -> None:
 
 
 def _watch() -> None:
-    job = _jobs.get(monitor().settings.url)
+    job = _jobs.get(watchers.monitor().settings.url)
     if job is None:
         st.caption("No load has been started.")
         return
@@ -81,9 +81,9 @@ def _watch() -> None:
 
 
 def _charts() -> None:
-    if monitor().settings.url not in _jobs:
+    if watchers.monitor().settings.url not in _jobs:
         return
-    say_events()
+    frame.say_events()
     left, right = st.columns(2)
     with left:
         chart("Time to first token, at the server", "seconds", [
@@ -116,6 +116,6 @@ def _progress(job: LoadJob) -> None:
         ("Tokens", words.per_second(tokens / job.seconds if job.seconds else None), "Generated."),
         ("Errors", words.count(len(records) - len(good)), "Requests that failed."),
     ]
-    figures(shown)
+    frame.figures(shown)
     for error, number in Counter(record.error for record in records if record.error_kind).most_common(3):
         st.error(f"{number} failed: {words.as_text(error)}")

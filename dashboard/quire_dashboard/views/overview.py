@@ -6,29 +6,12 @@ from dataclasses import replace
 import streamlit as st
 from quire_client.symptoms import Level
 
-from quire_dashboard import words
+from quire_dashboard import choice, figures, frame, watchers, words
 from quire_dashboard.charts import SECONDS, SHARES
 from quire_dashboard.choice import slo_classes
 from quire_dashboard.evidence import Evidence, slo_targets
-from quire_dashboard.figures import (
-    BETWEEN,
-    E2E,
-    ENDED,
-    FAILED,
-    PREFILL,
-    PROMPT_TOKENS,
-    QUEUE,
-    RESTARTS,
-    RUNNING,
-    TOKENS,
-    TTFT,
-    USAGE,
-    WAITING,
-    gives_vectors,
-    goodput,
-)
 from quire_dashboard.findings import SLO_EXAMPLE
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, say_events, selection, server_away
+from quire_dashboard.frame import Line, chart
 from quire_dashboard.health import Health
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
@@ -41,24 +24,25 @@ _DRAWN = "overview_drawn"
 """In the visitor's session once it has seen the page."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 _SPARKS: Mapping[str, Query] = {
-    "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
-    "Between tokens": BETWEEN, "Tokens": TOKENS, "KV cache": USAGE,
-    "Preemptions": Rate(name="quire_preemptions_total"), "E2E p95": E2E, "Prompt tokens": PROMPT_TOKENS,
+    "Requests": figures.ENDED, "Failed": figures.FAILED, "TTFT p95": figures.TTFT, "Queue p95": figures.QUEUE,
+    "Prefill p95": figures.PREFILL, "Between tokens": figures.BETWEEN, "Tokens": figures.TOKENS,
+    "KV cache": figures.USAGE, "Preemptions": Rate(name="quire_preemptions_total"), "E2E p95": figures.E2E,
+    "Prompt tokens": figures.PROMPT_TOKENS,
 }  # fmt: skip
 
 
 def show() -> None:
     """Draw the page."""
     st.title("Overview")
-    live(show_strip, CHARTS_S)
+    frame.live(show_strip, frame.CHARTS_S)
     options = [_ALL, *slo_classes()]
     if st.session_state.get("slo_class", _ALL) not in options:  # of another model
         st.session_state["slo_class"] = _ALL
     st.segmented_control(
         "SLO class", options, default=_ALL, key="slo_class", required=True, bind="query-params"
     )  # fmt: skip
-    live(_now)
-    live(_charts, CHARTS_S)
+    frame.live(_now)
+    frame.live(_charts, frame.CHARTS_S)
 
 
 def _slo_class() -> str:
@@ -67,8 +51,8 @@ def _slo_class() -> str:
 
 
 def _now() -> None:
-    nothing = server_away()
-    evidence, health = monitor().judge(selection().model, slo_class=_slo_class())
+    nothing = frame.server_away()
+    evidence, health = watchers.monitor().judge(choice.selection().model, slo_class=_slo_class())
     if not evidence.server_error:
         _say(health)
         if evidence.has_slo is False:
@@ -76,7 +60,7 @@ def _now() -> None:
     if nothing:
         return
     # The small lines are computed from the whole time range: the first figures do not wait for them.
-    has_sparks = _DRAWN in st.session_state or selection().refresh_s is None
+    has_sparks = _DRAWN in st.session_state or choice.selection().refresh_s is None
     st.session_state[_DRAWN] = True
     _figures(evidence, has_sparks=has_sparks)
 
@@ -92,31 +76,40 @@ def _say(health: Health) -> None:
 
 
 def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
-    view, labels = monitor().view(), selection().labels
+    view, labels = watchers.monitor().view(), choice.selection().labels
     own = (("slo", _slo_class()),) if _slo_class() else ()
 
     def now(query: Query) -> float | None:
         return latest(query, view, labels).get("")
 
-    restarts = now(RESTARTS)
+    restarts = now(figures.RESTARTS)
     no_slo = evidence.has_slo is False
-    tokens = [("Tokens", words.per_second(now(TOKENS)), "Generated, mean of the last minute.")]
+    tokens = [("Tokens", words.per_second(now(figures.TOKENS)), "Generated, mean of the last minute.")]
     first = [("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute.")]
-    between = [("Between tokens", words.seconds_or_dash(now(BETWEEN)), "p95 of the last minute.")]
-    if gives_vectors(now):
+    between = [("Between tokens", words.seconds_or_dash(now(figures.BETWEEN)), "p95 of the last minute.")]
+    if figures.gives_vectors(now):
         tokens = [
-            ("Prompt tokens", words.per_second(now(PROMPT_TOKENS)), "Computed or cached, mean of the last minute.")
+            (
+                "Prompt tokens",
+                words.per_second(now(figures.PROMPT_TOKENS)),
+                "Computed or cached, mean of the last minute.",
+            )
         ]
         first = [
-            ("E2E p95", words.seconds_or_dash(now(replace(E2E, labels=own))), "From a request's arrival to its end.")
+            (
+                "E2E p95",
+                words.seconds_or_dash(now(replace(figures.E2E, labels=own))),
+                "From a request's arrival to its end.",
+            )
         ]
         between = []
     rows = (
         (
-            ("Goodput", "no SLO" if no_slo else words.percent(now(goodput(own))),
+            ("Goodput", "no SLO" if no_slo else words.percent(now(figures.goodput(own))),
              "Share of the requests of the last minute that met every target."),
-            ("Requests", words.per_second(now(ENDED)), "That ended, mean of the last minute."),
-            ("Failed", words.percent(now(FAILED)), "Share of the last minute: rejected, or ended with an error."),
+            ("Requests", words.per_second(now(figures.ENDED)), "That ended, mean of the last minute."),
+            ("Failed", words.percent(now(figures.FAILED)),
+             "Share of the last minute: rejected, or ended with an error."),
             *tokens,
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
         ),
@@ -135,16 +128,16 @@ def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
             *(() if own or no_slo else _goodput_by_class(view, labels)),
         ),
     )  # fmt: skip
-    classes = {f"Goodput {name}": goodput((("slo", name),)) for name in evidence.goodput}
-    of_class = {"TTFT p95": replace(TTFT, labels=own), "E2E p95": replace(E2E, labels=own)}
-    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": goodput(own), **of_class}
+    classes = {f"Goodput {name}": figures.goodput((("slo", name),)) for name in evidence.goodput}
+    of_class = {"TTFT p95": replace(figures.TTFT, labels=own), "E2E p95": replace(figures.E2E, labels=own)}
+    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": figures.goodput(own), **of_class}
     for row in rows:
-        figures(row, sparks if has_sparks else None)
+        frame.figures(row, sparks if has_sparks else None)
 
 
 def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
     """A figure per class, when there are several that requests of the last minute were of."""
-    found = latest(goodput((), "slo"), view, labels)
+    found = latest(figures.goodput((), "slo"), view, labels)
     if len(found) < 2:
         return ()
     return tuple(
@@ -154,22 +147,22 @@ def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str,
 
 
 def _charts() -> None:
-    watcher = monitor()
+    watcher = watchers.monitor()
     if watcher.error and watcher.seconds_since_success is None:
         return
-    say_events()
+    frame.say_events()
     slo_class = _slo_class()
     own = (("slo", slo_class),) if slo_class else ()
-    labels = selection().labels
+    labels = choice.selection().labels
     targets = slo_targets(watcher.view(), labels).get(slo_class or DEFAULT_CLASS, {})
     objectives = latest(
         Gauge(name="quire_slo_objective_ratio", labels=own, by="slo", how="max"), watcher.view(), labels
     )
     missed = (*own, ("verdict", "miss"))
     _pair(
-        lambda: chart("Goodput", "share of requests", [Line(query=goodput(own, "slo"), by="slo")], key="goodput",
+        lambda: chart("Goodput", "share of requests", [Line(query=figures.goodput(own, "slo"), by="slo")],
                       rules={f"{100 * one:g}%": one for one in sorted(set(objectives.values()))}, axis=SHARES,
-                      top=1.0, say=words.percent),
+                      key="goodput", top=1.0, say=words.percent),
         lambda: chart("Misses by first cause", "requests per second", [
             Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause", hides_zero=True),
         ], key="misses", say=words.per_second),
@@ -177,7 +170,7 @@ def _charts() -> None:
     _pair(
         lambda: _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft")),
         lambda: chart("Its parts, p95" + (", all classes" if own else ""), "seconds", [
-            Line(query=QUEUE, name="queue"), Line(query=PREFILL, name="prefill"),
+            Line(query=figures.QUEUE, name="queue"), Line(query=figures.PREFILL, name="prefill"),
         ], key="ttft_parts", axis=SECONDS, say=words.seconds),
     )  # fmt: skip
     _pair(
@@ -189,16 +182,16 @@ def _charts() -> None:
             Line(query=Rate(name="quire_requests_total", by="outcome"), by="outcome", hides_zero=True),
         ], key="outcomes", say=words.per_second),
         lambda: chart("Tokens", "tokens per second", [
-            Line(query=TOKENS, name="generated"), Line(query=PROMPT_TOKENS, name="prompt"),
+            Line(query=figures.TOKENS, name="generated"), Line(query=figures.PROMPT_TOKENS, name="prompt"),
         ], key="tokens", say=words.per_second),
     )  # fmt: skip
     _pair(
-        lambda: chart("KV cache", "share of blocks", [Line(query=USAGE, name="used")], key="kv", axis=SHARES, top=1.0,
-                      say=words.percent),
+        lambda: chart("KV cache", "share of blocks", [Line(query=figures.USAGE, name="used")], key="kv", axis=SHARES,
+                      top=1.0, say=words.percent),
         lambda: chart("Requests and preemptions", "requests", [
-            Line(query=RUNNING, name="running"), Line(query=WAITING, name="waiting"),
+            Line(query=figures.RUNNING, name="running"), Line(query=figures.WAITING, name="waiting"),
             Line(query=Rate(name="quire_preemptions_total"), name="preemptions per s"),
-        ], key="requests", say=_figure),
+        ], key="requests", say="{:.3g}".format),
     )  # fmt: skip
 
 
@@ -208,10 +201,6 @@ def _pair(left: Callable[[], None], right: Callable[[], None]) -> None:
     for column, draw_chart in zip(columns, (left, right), strict=True):
         with column:
             draw_chart()
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def _latency(title: str, name: str, target: float | None) -> None:

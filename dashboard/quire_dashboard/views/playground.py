@@ -10,10 +10,9 @@ import streamlit as st
 from quire_client import Chunk, Client, ClientError
 from streamlit.delta_generator import DeltaGenerator
 
-from quire_dashboard import snippets, words
+from quire_dashboard import choice, frame, snippets, watchers, words
 from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, Turn, chat_request
 from quire_dashboard.choice import slo_class_picker
-from quire_dashboard.frame import figures, model_or_reason, monitor, monitors, selection
 
 _MOST_SEED = 2**63 - 1
 """Triton's integer request parameters are int64."""
@@ -68,7 +67,7 @@ class _Answer:
 def show() -> None:
     """Draw the page."""
     st.title("Playground")
-    model = model_or_reason()
+    model = frame.model_or_reason()
     if not model:
         return
     with st.expander("Sampling", expanded=False):
@@ -88,10 +87,10 @@ def show() -> None:
 def _says(ask: Callable[[Client, str], bool], model: str) -> bool:
     """What the server says of the model; asked once per visitor. False: it does not say."""
     known: dict[tuple[str, str, str], bool] = st.session_state.setdefault("said_of_models", {})
-    which = (ask.__name__, selection().server, model)
+    which = (ask.__name__, choice.selection().server, model)
     if which not in known:
         try:
-            known[which] = ask(monitor().client, model)
+            known[which] = ask(watchers.monitor().client, model)
         except ClientError:
             return False
     return known[which]
@@ -146,7 +145,7 @@ def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str
     with st.form("completion_form"):
         prompt = st.text_area("Prompt", "def fib(", height=120, key="prompt")
         sent = st.form_submit_button("Generate", type="primary")
-    server = selection().server
+    server = choice.selection().server
     if sent and prompt:
         asked = _Asked(server=server, model=model, prompt=prompt, sampling=sampling, parameters=parameters)
         answer = st.session_state["completion"] = _Answer(asked=asked)
@@ -190,7 +189,7 @@ def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
             sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
         _show_turn(question)
         asked = _Asked(
-            server=selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters,
+            server=choice.selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters,
             images=[image for turn in [*turns, question] for image in turn.images],
         )  # fmt: skip
         answer = _Answer(asked=asked)
@@ -247,7 +246,7 @@ def _stream(answer: _Answer) -> None:
     options = {**asked.sampling, "parameters": asked.parameters, "timeout": _TIMEOUT_S,
                "images": [content for _, content in asked.images]}  # fmt: skip
     try:
-        with closing(monitor().client.stream(asked.model, asked.prompt, beat=_BEAT_S, **options)) as chunks:
+        with closing(watchers.monitor().client.stream(asked.model, asked.prompt, beat=_BEAT_S, **options)) as chunks:
             for chunk in chunks:
                 answer.text += chunk.text
                 answer.last = chunk
@@ -273,7 +272,7 @@ def _elsewhere(asked: _Asked) -> None:
     what = (asked.model, asked.prompt, asked.sampling, asked.parameters)
     names = [name for name, _ in asked.images]
     with st.expander("The same request by curl, and from Python"):
-        command = snippets.curl(monitors()[asked.server].settings.http, *what, image_names=names)
+        command = snippets.curl(watchers.monitors()[asked.server].settings.http, *what, image_names=names)
         st.code(command, language="bash", wrap_lines=True)
         st.code(snippets.python(asked.server, *what, image_names=names), language="python")
 
@@ -290,7 +289,7 @@ def _timings(last: Chunk | None) -> None:
         return
     metrics = last.metrics
     timings = [(label, metrics.get(name)) for label, name in _TIMINGS if name != "encode_seconds" or metrics.get(name)]
-    figures([(label, words.seconds_or_dash(value), "") for label, value in timings])
+    frame.figures([(label, words.seconds_or_dash(value), "") for label, value in timings])
     verdict = metrics.get("slo_verdict")
     length = metrics.get("acceptance_length")
     st.caption(

@@ -9,20 +9,8 @@ import streamlit as st
 from quire_client import ClientError
 from quire_client.snapshot import RequestState
 
-from quire_dashboard import words
+from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.charts import timeline_spec, timeline_table
-from quire_dashboard.frame import (
-    TOKENS,
-    Selection,
-    choice_table,
-    draw,
-    live,
-    monitors,
-    request_names,
-    selection,
-    server_away,
-    snapshot_or_reason,
-)
 
 _MOST_BARS = 40
 _TABLE, _CHOSEN, _CONFIRMING = "requests", "chosen", "confirming"
@@ -45,19 +33,19 @@ class _Chosen:
 def show() -> None:
     """Draw the page."""
     st.title("Requests")
-    live(_now)
+    frame.live(_now)
 
 
 def _now() -> None:
-    if server_away():
+    if frame.server_away():
         return
-    picked = selection()
-    snapshot = snapshot_or_reason(picked.model)
+    picked = choice.selection()
+    snapshot = frame.snapshot_or_reason(picked.model)
     if snapshot is None:
         return
     _tell_what_was_cancelled()
     requests = sorted(snapshot.requests, key=lambda request: -request.age_seconds)
-    names = dict(zip((request.id for request in requests), request_names(requests), strict=True))
+    names = dict(zip((request.id for request in requests), frame.request_names(requests), strict=True))
     running = sum(request.phase in ("prefill", "decode") for request in requests)
     st.markdown(f"**{len(requests)} requests**, {running} running, {len(requests) - running} not")
     if requests:
@@ -73,7 +61,7 @@ def _now() -> None:
         _one(picked, {request.id: request for request in requests})
 
 
-def _table(picked: Selection, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
+def _table(picked: choice.Selection, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
     """The table, in which a request is chosen; it stays so when it has ended."""
 
     def note(id_: str | None) -> None:
@@ -83,12 +71,12 @@ def _table(picked: Selection, requests: Sequence[RequestState], names: Mapping[s
     chosen = _chosen(picked)
     rows = [_row(request, names[request.id]) for request in requests]
     ids = [request.id for request in requests]
-    choice_table(
+    frame.choice_table(
         rows, ids, None if chosen is None else chosen.id, key=_TABLE, columns=_COLUMNS, on_choice=note
     )  # fmt: skip
 
 
-def _chosen(picked: Selection) -> _Chosen | None:
+def _chosen(picked: choice.Selection) -> _Chosen | None:
     """The request that is chosen, if it is of what is selected."""
     chosen: _Chosen | None = st.session_state.get(_CHOSEN)
     return chosen if chosen is not None and (chosen.server, chosen.model) == (picked.server, picked.model) else None
@@ -124,9 +112,10 @@ _COLUMNS: dict[str, Any] = {
     "starts in": st.column_config.NumberColumn(
         format="%.1f s", help="Predicted time until its first turn, with scheduling_policy slo.", width=64
     ),
-    "prompt": st.column_config.NumberColumn(format=TOKENS, width=66),
-    "computed": st.column_config.NumberColumn(format=TOKENS, help="Tokens whose keys and values are in the KV cache.",
-                                              width=72),
+    "prompt": st.column_config.NumberColumn(format=frame.TOKENS, width=66),
+    "computed": st.column_config.NumberColumn(
+        format=frame.TOKENS, help="Tokens whose keys and values are in the KV cache.", width=72
+    ),
     "tokens": st.column_config.TextColumn(help="Generated, of those that it may; or the task.", width=72),
     "blocks": st.column_config.NumberColumn(width=54),
     "preempted": st.column_config.NumberColumn(format="%d times", width=76),
@@ -141,11 +130,11 @@ def _timeline(requests: Sequence[RequestState], names: Mapping[str, str], chosen
     oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
     st.markdown(f"**Timeline**{oldest}{' and the chosen one' if others else ''}")
     shown += others
-    draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
+    frame.draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
          alt="Timeline of the requests")  # fmt: skip
 
 
-def _one(picked: Selection, by_id: Mapping[str, RequestState]) -> None:
+def _one(picked: choice.Selection, by_id: Mapping[str, RequestState]) -> None:
     chosen = _chosen(picked)
     if chosen is None:
         if by_id:
@@ -179,7 +168,7 @@ def _one(picked: Selection, by_id: Mapping[str, RequestState]) -> None:
     _cancelling(picked, request.id, name)
 
 
-def _cancelling(picked: Selection, request_id: str, name: str) -> None:
+def _cancelling(picked: choice.Selection, request_id: str, name: str) -> None:
     """The button, and once it was pressed the question whether that is meant.
 
     Labels and callbacks hold this request, so that what is cancelled is what they name even if the list has changed.
@@ -188,7 +177,7 @@ def _cancelling(picked: Selection, request_id: str, name: str) -> None:
         if st.session_state.get(_CONFIRMING) != request_id:
             st.button(f"Cancel {name}…", key=f"cancel-{request_id}", on_click=_ask, args=(request_id,))
             return
-        at = f" at {words.as_code(picked.server)}" if len(monitors()) > 1 else ""
+        at = f" at {words.as_code(picked.server)}" if len(watchers.monitors()) > 1 else ""
         st.markdown(f"Cancel {name}{at}? Its client gets nothing more than what it has, and it cannot be taken back.")
         st.button(f"Cancel {name} now", key=f"confirm-{request_id}", type="primary", on_click=_cancel,
                   args=(picked.server, picked.model, request_id, name))  # fmt: skip
@@ -201,7 +190,7 @@ def _ask(request_id: str | None) -> None:
 
 def _cancel(server: str, model: str, request_id: str, name: str) -> None:
     _ask(None)
-    watcher = monitors()[server]
+    watcher = watchers.monitors()[server]
     try:
         done = watcher.client.cancel(model, request_id)
         text = f"Request {name} was cancelled." if done else f"Request {name} had already ended."

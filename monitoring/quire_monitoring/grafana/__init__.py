@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire_monitoring.grafana.boards import DASHBOARDS
-from quire_monitoring.grafana.model import Dashboard, Panel, Row
-from quire_monitoring.grafana.render import GRID_WIDTH, queries, render
+from quire_monitoring.grafana.render import GRID_WIDTH, Dashboard, Panel, Row, queries, render
 
 __all__ = ["DASHBOARDS", "GRID_WIDTH", "OUTPUT", "Dashboard", "Panel", "Row", "main", "queries", "render"]
 

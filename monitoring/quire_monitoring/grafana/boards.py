@@ -6,7 +6,7 @@ objectives no instance either: they are of all instances.
 
 from quire_client.symptoms import OBJECTIVE, SYMPTOMS
 
-from quire_monitoring.grafana.model import Dashboard, Panel, Row
+from quire_monitoring.grafana.render import Dashboard, Panel, Row
 
 SERVER = 'job=~"$job", instance=~"$instance", model=~"$model"'
 RECORDED = 'instance=~"$instance", model=~"$model"'

@@ -1,9 +1,8 @@
-"""A dashboard as Grafana's JSON."""
+"""What a dashboard of Grafana's is made of here, and how it becomes Grafana's JSON."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
-
-from quire_monitoring.grafana.model import Dashboard, Panel
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GRID_WIDTH = 24
@@ -18,6 +17,44 @@ _ANNOTATIONS = (
      f"max by (model, settings) (quire_model_load_timestamp_seconds{{{_OF_MODEL}}}) > time() - 60"),
 )  # fmt: skip
 """Name, color, what is said, and the query that has a value when it happens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One chart: queries with their legends."""
+
+    title: str
+    queries: tuple[tuple[str, str], ...]
+    """Each a PromQL expression and the legend of its series."""
+    description: str
+    unit: str = "short"
+    kind: str = "timeseries"
+    """`timeseries`, `stat` or `heatmap`."""
+    maximum: float | None = None
+    is_stacked: bool = False
+    red_below: float | None = None
+    """A stat is red below this value; a chart has a line there."""
+    red_above: float | None = None
+    """The same, the other way round."""
+    page: str | None = None
+    """The page of Quire's own dashboard that shows more of this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Panels side by side, sharing the whole width."""
+
+    panels: tuple[Panel, ...]
+    height: int = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dashboard:
+    """One page."""
+
+    uid: str
+    title: str
+    rows: tuple[Row, ...]
 
 
 def queries(dashboard: Dashboard) -> list[str]:

@@ -6,12 +6,13 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
-from quire_cli import companion, dashboard
+from quire_cli import dashboard
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard, run_dashboard
 from quire_cli.errors import UsageError
 from quire_cli.options import DashboardOptions
 from quire_cli.ports import Endpoint
+from quire_cli.server import companion
 from quire_dashboard import __main__ as launcher
 from support.ports import free_port
 from support.serving import wait_until

@@ -83,40 +83,6 @@ def test_help_of_serve_is_one_screen_with_its_options_in_groups(
     assert {"--model", "--host", "--health-port", "--api-key-file", "--drain-timeout", "--debug"} <= options
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (["serve", "--headless", "--nonsense"], ["join", "--nonsense"]),
-        (["serve", "--nonsense", "--headless"], ["join", "--nonsense"]),
-        (["--debug", "key", "--nonsense"], ["keys", "host", "--nonsense"]),
-        (["api-key", "--nonsense"], ["keys", "api", "--nonsense"]),
-        (["scale", "--nonsense"], ["model", "scale", "--nonsense"]),
-    ],
-)
-def test_old_names_do_what_the_new_ones_do_and_warn_on_stderr(
-    old: list[str], new: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(new) == 2
-    expected = capfd.readouterr().err.splitlines()
-    assert "--nonsense" in expected[-1]
-    assert run(old) == 2
-    out, err = capfd.readouterr()
-    warning, *others = err.splitlines()
-    assert re.fullmatch(
-        rf"quire: quire .+ is now quire {' '.join(new[:-1])}; the next version has no quire .+", warning
-    )
-    assert others[-1:] == expected[-1:]
-    assert out == ""
-
-
-@pytest.mark.parametrize(
-    "arguments", [["generate", "--model", "key", "--nonsense"], ["serve", "--nonsense", "--", "--headless"]]
-)
-def test_only_the_command_itself_has_an_old_name(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 2
-    assert "is now" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("entered", ["quire mod", "quire model sc", "quire keys ho", "quire serve --health-p"])
 def test_the_shell_completes_nouns_verbs_and_options(entered: str) -> None:
     variables = {"_QUIRE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": entered}
@@ -196,7 +162,7 @@ def test_an_error_that_a_server_worded_controls_no_terminal(
     def fail(*_: object) -> None:
         raise CommandError("the server says \x1b[2J\x9b\rowned")
 
-    monkeypatch.setattr("quire_cli.scale.scale", fail)
+    monkeypatch.setattr("quire_cli.models._ask", fail)
     assert run(["model", "scale", "m", "2", *debug]) == 1
     said = capfd.readouterr().err
     assert r"quire: the server says \x1b[2J\x9b\rowned" in said

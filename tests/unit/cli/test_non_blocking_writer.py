@@ -14,7 +14,7 @@ from quire_cli.console import NonBlockingWriter
 SERVE = """
 import io, sys
 from quire_cli.console import Console
-from quire_cli.server_log import ServerLog
+from quire_cli.server.server_log import ServerLog
 with Console() as console:
     log = ServerLog(io.BytesIO((b"x" * 79 + b"\\n") * 200_000), console,
                     everything=True)

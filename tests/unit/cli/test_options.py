@@ -1,7 +1,7 @@
 """Options that are made of the fields of dataclasses."""
 
 import pytest
-from quire_cli import bench_serve
+from quire_cli.bench import serve as bench_serve
 from quire_cli.main import run
 from quire_cli.options import BenchOptions
 

@@ -8,11 +8,11 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from quire_cli.health import Health, HealthServer
 from quire_cli.ports import Endpoint
+from quire_cli.server.health import Health, HealthServer
 from quire_dashboard import health_relay
 from quire_dashboard.health_relay import HealthRelay, health
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import Settings, to_environment
 from starlette.requests import Request
 
 TOKEN = "open sesame, please"
@@ -29,7 +29,7 @@ def served() -> Iterator[str]:
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
     def ask(settings: Settings) -> tuple[int, dict[str, object]]:
-        for name, value in settings.to_environment().items():
+        for name, value in to_environment([settings]).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(health_relay, "_relays", {})
         response = asyncio.run(health(Request({"type": "http", "method": "GET", "headers": []})))

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire_cli.health import Health, HealthServer
 from quire_cli.ports import Endpoint
+from quire_cli.server.health import Health, HealthServer
 from quire_client.health_details import HealthDetails, Host, Problem
 from quire_dashboard import evidence
 from quire_dashboard.evidence import ask_serve

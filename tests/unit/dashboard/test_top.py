@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from quire_cli.health import Health, HealthServer
 from quire_cli.ports import Endpoint
+from quire_cli.server.health import Health, HealthServer
 from quire_client.symptoms import Level
 from quire_dashboard import top as top_module
 from quire_dashboard.findings import Finding

@@ -161,7 +161,7 @@ def test_points_are_computed_once_for_all_visitors() -> None:
 
 def test_settings_go_through_the_environment() -> None:
     settings = Settings(url="a:1", metrics="b:2", prometheus="http://c:3", token="d" * 16, introspection_token="e")
-    assert Settings.from_environment(settings.to_environment()) == settings
+    assert Settings.from_environment(to_environment([settings])) == settings
     assert Settings.from_environment({}) == Settings()
 
 

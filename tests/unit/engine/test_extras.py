@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import tomllib
-from quire_cli import bench_serve, dashboard, openai, scale
+from quire_cli import dashboard, models, openai
+from quire_cli.bench import serve as bench_serve
 from quire_engine.system import extras
 from quire_engine.system.extras import install_command, missing_package
 from support.serving import ROOT
@@ -45,7 +46,7 @@ def test_extras_that_are_named_exist_and_have_what_is_missing() -> None:
     named |= set(re.findall(r"(?:install_command|missing_package)\(['\"](\w+)['\"]", text))
     assert {"bench", "dashboard", "openai", "otel", "ray", "server"} <= named <= known.keys()
     own = {"quire_dashboard": "", "grpc": "tritonclient"}  # Quire's, and a part of tritonclient's extra
-    for module in (bench_serve, dashboard, openai, scale):
+    for module in (bench_serve, dashboard, openai, models):
         (extra,) = re.findall(r'missing_package\("(\w+)"', Path(module.__file__ or "").read_text(encoding="utf-8"))
         packages = " ".join(known[extra]).replace("-", "_")
         assert [name for name in module._NEEDS if own.get(name, name) not in packages] == []

@@ -396,10 +396,11 @@ def test_a_key_has_so_many_requests_at_a_time() -> None:
         assert (await first).status == 200
         assert (await app.call(COMPLETIONS, BODY, KEY)).status == 200
         metrics = (await app.call("/metrics", headers=KEY)).body.decode()
-        assert 'quire_openai_key_requests_total{key="batch"} 2\n' in metrics
-        assert 'quire_openai_key_requests_in_flight{key="batch"} 0\n' in metrics
-        assert 'quire_openai_key_tokens_total{key="batch"} 8\n' in metrics  # prompts of 3, and a token each
-        assert 'quire_openai_key_refused_total{key="batch",limit="max_concurrent"} 1\n' in metrics
+        assert 'quire_openai_key_requests_total{key="batch"} 2.0\n' in metrics
+        assert 'quire_openai_key_requests_in_flight{key="batch"} 0.0\n' in metrics
+        assert 'quire_openai_key_tokens_total{key="batch"} 8.0\n' in metrics  # prompts of 3, and a token each
+        assert 'quire_openai_key_refused_total{key="batch",limit="max_concurrent"} 1.0\n' in metrics
+        assert 'quire_openai_request_seconds_count{route="/v1/completions"} 3.0\n' in metrics
 
     run(wait, work, api_keys=(key_line(max_concurrent=1),))
 

@@ -58,6 +58,6 @@ def test_of_clients_that_all_vanish_nothing_is_left() -> None:
                 gc.collect()
                 num_objects.append(len(gc.get_objects()))
             assert num_objects[2] - num_objects[1] < NUM_CLIENTS  # less than one for each client
-            assert "quire_openai_requests_in_flight 1\n" in (await app.call("/metrics")).body.decode()
+            assert "quire_openai_requests_in_flight 1.0\n" in (await app.call("/metrics")).body.decode()
 
     asyncio.run(asyncio.wait_for(go(), DEADLINE_S))

@@ -12,7 +12,7 @@ import yaml
 from quire_cli.errors import CommandError
 from quire_cli.main import app
 from quire_cli.ports import is_loopback
-from quire_cli.supervisor import delay_after_death
+from quire_cli.server.supervisor import delay_after_death
 from quire_engine.replicas.restart_policy import RestartPolicy
 from quire_engine.system.crash_loop import CrashLoop
 from quire_monitoring import grafana

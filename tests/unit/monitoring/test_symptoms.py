@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from quire_cli import health as health_address
+from quire_cli.server import health as health_address
 from quire_client.health_details import Host
 from quire_client.symptoms import OBJECTIVE, SYMPTOMS, Level, Limit
 from quire_dashboard import findings, monitor, top
