@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from quire_client import Client, ClientError, InvalidArgument, Unavailable
 from quire_engine.system.memory import resident_memory_bytes
-from safetensors.torch import load_file, save_file
+from support.checkpoints import changed_copy
 from support.clients import Answer, ask, ask_all, http, metric, run, scrape, with_client
 from support.serving import ROOT, Server, health, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -29,12 +28,11 @@ NAMES = ("awake", "weights_offloaded", "discard_all")
 
 @pytest.fixture(scope="module")
 def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights") / "new"
-    shutil.copytree(CHECKPOINT, folder)
-    tensors = load_file(folder / "model.safetensors")
-    scaled = {name: tensor * 1.3 if "norm" in name else tensor for name, tensor in tensors.items()}
-    save_file(scaled, folder / "model.safetensors")
-    return folder
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors |= {name: tensor * 1.3 for name, tensor in tensors.items() if "norm" in name}
+
+    return changed_copy(CHECKPOINT, tmp_path_factory.mktemp("weights") / "new", change)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from quire_engine.errors import EngineDeadError
 from quire_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, Sleep
 from quire_engine.outputs import RequestOutput
 from quire_engine.sampling import SamplingMetadata
-from support.oracle import Expected
+from support.oracle import Expected, assert_exact
 from support.ranks import ThreadExecutor, llm_of_thread_ranks
 
 Workload = tuple[list[list[int]], list[int], list[Expected]]
@@ -81,12 +81,7 @@ def test_64_requests_are_token_exact(
         stats = llm.get_stats()
         assert executor_of(llm).max_in_flight == pipeline
         check_same_tokens_on_all_ranks(llm)
-    for output, want in zip(outputs, expected, strict=True):
-        completion = output.outputs[0]
-        assert completion.token_ids == want.token_ids
-        assert completion.logprobs is not None
-        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
+    assert_exact(outputs, expected)
     assert (stats.num_blocks_used, stats.num_failed_steps) == (0, 0)
 
 

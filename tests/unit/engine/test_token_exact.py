@@ -9,7 +9,7 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.models import CheckpointConfig
 from support.full import pairs
-from support.oracle import Expected, generate_greedily, load_reference
+from support.oracle import Expected, assert_exact, generate_greedily, load_reference
 
 pytestmark = pytest.mark.slow
 
@@ -64,13 +64,9 @@ def test_64_requests_are_token_exact(
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0) for n in lengths]
     outputs = llm.generate(prompts, params, use_tqdm=False)
 
-    for output, want in zip(outputs, expected, strict=True):
-        completion = output.outputs[0]
-        assert completion.token_ids == want.token_ids
-        assert completion.logprobs is not None
-        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
-        assert completion.cumulative_logprob == pytest.approx(sum(want.logprobs), abs=1e-3)
+    assert_exact(outputs, expected)
+    sums = [output.outputs[0].cumulative_logprob for output in outputs]
+    assert sums == pytest.approx([sum(want.logprobs) for want in expected], abs=1e-3)
     stats = llm.get_stats()
     assert (stats.num_preemptions > 0) == scarce, "the scarce cache must preempt, or this test shows nothing"
     assert (stats.prefix_cache_hits > 0) == prefix_caching

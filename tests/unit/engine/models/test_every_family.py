@@ -19,7 +19,7 @@ from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
 from support.every_kind import core_of
 from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
-from support.oracle import VOCAB_SIZE, Expected, expected_outputs, make_prompts
+from support.oracle import VOCAB_SIZE, Expected, assert_exact, expected_outputs, make_prompts
 from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
@@ -61,15 +61,6 @@ def generate(llm: LLM) -> list[RequestOutput]:
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert llm.get_stats().num_failed_steps == 0
     return outputs
-
-
-def assert_exact(outputs: list[RequestOutput], expected: list[Expected]) -> None:
-    for output, want in zip(outputs, expected, strict=True):
-        (completion,) = output.outputs
-        assert completion.token_ids == want.token_ids
-        assert completion.logprobs is not None
-        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
 
 
 def check_exact(family: Family, caplog: pytest.LogCaptureFixture) -> None:
