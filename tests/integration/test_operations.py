@@ -15,13 +15,12 @@ from quire_client import Client, ClientError, InvalidArgument, Unavailable
 from quire_engine.system.memory import resident_memory_bytes
 from support.checkpoints import changed_copy
 from support.clients import Answer, ask, ask_all, http, metric, run, scrape, with_client
-from support.serving import ROOT, Server, health, run_cli, serve, wait_until
+from support.serving import CHECKPOINT, SMALL, Server, add_model, health, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
 
 TOKEN = "a token for tests"
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 GREEDY = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
 NAMES = ("awake", "weights_offloaded", "discard_all")
 
@@ -40,11 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two models: one whose requests are rejected while it sleeps, and one that they wake up."""
     repository = tmp_path_factory.mktemp("models")
     for name, settings in {"tinypy": {}, "eager": {"wake_on_request": True}}.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
-        values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
-        (folder / "model.json").write_text(json.dumps(values))
+        add_model(repository, name, {**SMALL, **settings})
     arguments = ("--model-repository", str(repository), "--openai", "--openai-port", "0")
     with serve(*arguments, env={"QUIRE_INTROSPECTION_TOKEN": TOKEN}, step_seconds=0.005) as running:
         yield running

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from support.clients import Answer, ask, ask_all, cancel_at_the_end, http
-from support.serving import ROOT, Server, health, serve, wait_until
+from support.serving import CHECKPOINT, Server, add_model, health, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 RELOADS = int(os.environ.get("QUIRE_RELOADS", "3"))
@@ -43,9 +43,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(120 + 30
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     for name, count in (("one", 1), ("two", 2)):
-        (folder / name / "1").mkdir(parents=True)
-        group = f"instance_group [ {{ count: {count} kind: KIND_MODEL }} ]"
-        (folder / name / "config.pbtxt").write_text(f'backend: "quire"\n{group}\n')
+        add_model(folder, name, {}, f"instance_group [ {{ count: {count} kind: KIND_MODEL }} ]\n")
         write_settings(folder / name, 256)
     return folder
 
@@ -58,7 +56,7 @@ def server(repository: Path) -> Iterator[Server]:
 
 
 def write_settings(model: Path, max_model_len: int) -> None:
-    settings = {"model": str(ROOT / "model_repository" / "tinypy" / "1" / "model"), "max_model_len": max_model_len,
+    settings = {"model": str(CHECKPOINT), "max_model_len": max_model_len,
                 "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64}  # fmt: skip
     (model / "1" / "model.json").write_text(json.dumps(settings))
 

@@ -24,7 +24,7 @@ from quire_engine.system import process_state
 from support.clients import MODEL, Answer, ask, run, with_client
 from support.faults import put_fault
 from support.processes import command_line
-from support.serving import ANY_PORTS, ROOT, Server, run_cli, serve, wait_until
+from support.serving import ANY_PORTS, CHECKPOINT, Server, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
@@ -35,7 +35,6 @@ STREAM: dict[str, Any] = {
     "text_input": "def add(a, b):", "max_tokens": 500, "ignore_eos": True, "stream": True,
     "return_token_ids": True, "return_finish_reason": True,
 }  # fmt: skip
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 ECHO_CONFIG = """
 backend: "python"
 max_batch_size: 0
