@@ -47,9 +47,7 @@ def test_one_rank_gives_the_same_tokens(checkpoint: Callable[[str], Path]) -> No
     for settings in ({}, {"distributed_executor_backend": "ray"}):
         llm = LLM(checkpoint("tied-gqa"), dtype="float32", **settings)
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        outputs.append(
-            [one.outputs[0].token_ids for one in llm.generate([[5, 6, 7], [9] * 40], params, use_tqdm=False)]
-        )
+        outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
         llm.shutdown()
     assert outputs[0] == outputs[1]
 
