@@ -231,23 +231,23 @@ def test_a_stub_that_is_killed_while_its_model_is_unloaded_keeps_no_client_waiti
 
 
 def test_a_server_that_polls_its_repository_loads_what_has_changed(repository: Path, tmp_path: Path) -> None:
-    shutil.copytree(repository / "two", tmp_path / "two")
+    shutil.copytree(repository / "one", tmp_path / "one")
     polling = ("--", "--model-control-mode=poll", "--repository-poll-secs=1")
     with (
         serve("--model-repository", str(tmp_path), *polling, step_seconds=STEP_SECONDS) as server,
-        streams(server, "two") as answers,
+        streams(server, "one") as answers,
     ):
 
         def refusal() -> str:
             """It names the limit that is in force."""
             too_many = dict.fromkeys(("max_tokens", "min_tokens"), 410 + RELOADS)
-            return ask_all(server, [request("two") | too_many])[0].message
+            return ask_all(server, [request("one") | too_many])[0].message
 
         for number in range(max(RELOADS // 3, 1)):
             num_before = len(answers)
-            write_settings(tmp_path / "two", 400 + number)
+            write_settings(tmp_path / "one", 400 + number)
             says = rf"\b{400 + number}\b"
             wait_until(lambda says=says: re.search(says, refusal()), "it has been loaded")
             wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end")
-        assert len(wait_for_engines(server, "two", 2)) == 2
+        assert len(wait_for_engines(server, "one", 1)) == 1
     assert num_whole(answers) == len(answers)
