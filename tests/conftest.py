@@ -33,21 +33,22 @@ SERVERS = ("tests/integration/", "tests/unit/cli/", "tests/dashboard/test_browse
 SPREAD = ("tests/integration/test_start_stop.py", "tests/unit/cli/server/test_supervisor.py")
 """Files of which each test is a group."""
 
-SHARING = (
-    "tests/integration/test_bad_input.py",
-    "tests/integration/test_generation.py",
-    "tests/integration/test_introspection.py",
-    "tests/integration/test_requests.py",
-    "tests/integration/test_restricted_apis.py",
-)
-"""Files that are one group, as they share the fixture `server` of the session."""
+SHARING = {
+    f"tests/integration/test_{name}.py": group
+    for group, names in {
+        "server": ("bad_input", "generation", "introspection", "requests", "restricted_apis"),
+        "gateway_server": ("anthropic", "openai"),
+    }.items()
+    for name in names
+}
+"""Files that are one group, as they share a fixture of the session."""
 
 LONGEST = (
     "tests/dashboard/test_browser.py",
     "tests/integration/test_alerts.py",
     "tests/integration/test_crash_recovery.py",
     "tests/integration/test_reload.py",
-    SHARING[0],
+    "server",
     "tests/integration/test_serve.py",
     "tests/integration/test_dashboard_browser.py",
     "tests/integration/test_drill.py",
@@ -59,7 +60,7 @@ LONGEST = (
 def group_of(nodeid: str) -> str:
     """Tests of one group run in one process."""
     file = nodeid.partition("::")[0]
-    return nodeid if file in SPREAD else SHARING[0] if file in SHARING else file
+    return nodeid if file in SPREAD else SHARING.get(file, file)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

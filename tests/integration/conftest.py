@@ -18,6 +18,13 @@ def server() -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def gateway_server() -> Iterator[Server]:
+    """The demo model with a gateway; slow enough that a client can leave in between."""
+    with serve("--openai", "--openai-port", "0", step_seconds=0.005) as running:
+        yield running
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
     """`support.serving.start` for servers that a test ends itself: one that it did not come to end is ended here."""

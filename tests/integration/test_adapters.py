@@ -17,17 +17,16 @@ from quire_engine import LLM, SamplingParams
 from support.adapters import make_adapter, merge_adapter
 from support.clients import ask_all, http, metric, run, scrape
 from support.processes import eventually
-from support.serving import ROOT, Server, run_cli, serve
+from support.serving import CHECKPOINT, Server, add_model, run_cli, serve
 
 pytestmark = pytest.mark.server
 
-TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
 TOKEN = "the token of the tests"
 PROMPT = "def fibonacci(n):"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 MODEL, OFF = "vllm_llama_multi_lora", "without"
-CONFIG = 'backend: "quire"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
-SETTINGS = {"model": str(TINYPY), "dtype": "float32", "max_model_len": 512, "max_lora_rank": 16}
+ONE = "instance_group [ { count: 1 kind: KIND_MODEL } ]\n"
+SETTINGS = {"dtype": "float32", "max_model_len": 512, "max_lora_rank": 16}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders by name."""
     folder = tmp_path_factory.mktemp("adapters")
     return {
-        name: make_adapter(folder / name, TINYPY, rank=rank, seed=rank)
+        name: make_adapter(folder / name, CHECKPOINT, rank=rank, seed=rank)
         for name, rank in (("doll", 4), ("sheep", 8), ("cow", 16), ("horse", 2))
     }
 
@@ -45,7 +44,7 @@ def texts(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """What each adapter's model says, and the base's under the empty name."""
     folder, found = tmp_path_factory.mktemp("merged"), {}
     for name in ("", *adapters):
-        path = merge_adapter(folder / name, TINYPY, adapters[name]) if name else TINYPY
+        path = merge_adapter(folder / name, CHECKPOINT, adapters[name]) if name else CHECKPOINT
         llm = LLM(str(path), dtype="float32", max_model_len=512, kv_cache_memory_bytes=1 << 24)
         found[name] = llm.generate(PROMPT, SamplingParams(**GREEDY), use_tqdm=False)[0].outputs[0].text
         llm.shutdown()
@@ -58,10 +57,7 @@ def server(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     """A model as vllm_backend's tutorial has it, and one without adapters; slow enough to do something in between."""
     repository = tmp_path_factory.mktemp("repository")
     for name, enabled in ((MODEL, "true"), (OFF, "false")):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(CONFIG)
-        settings = {**SETTINGS, "enable_lora": enabled, "kv_cache_memory_bytes": 1 << 24}
-        (repository / name / "1" / "model.json").write_text(json.dumps(settings))
+        add_model(repository, name, {**SETTINGS, "enable_lora": enabled, "kv_cache_memory_bytes": 1 << 24}, ONE)
     shutil.copytree(adapters["doll"], repository / MODEL / "1" / "loras" / "doll")
     file = {"doll": "./loras/doll", "sheep": str(adapters["sheep"])}
     (repository / MODEL / "1" / "multi_lora.json").write_text(json.dumps(file))

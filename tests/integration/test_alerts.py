@@ -27,7 +27,7 @@ from support.clients import snapshot
 from support.event_loop import running_loop
 from support.faults import put_fault
 from support.prometheus import FILES, Prometheus, alertmanager, prometheus
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import CHECKPOINT, SMALL, Server, add_model, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -35,7 +35,6 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 TOKEN = "a-token-for-the-tests"
 FACTOR = 60
 """A minute is a second."""
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 BLOCK_BYTES = 6 * 2 * 4 * 32 * 16 * 4
 """Layers, keys and values, heads, head size, tokens, bytes."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -165,11 +164,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     for file in CHECKPOINT.iterdir():
         (checkpoint / file.name).symlink_to(file)
     for name, settings in MODELS.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
-        values = {"model": str(checkpoint), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
-        (folder / "model.json").write_text(json.dumps(values))
+        add_model(repository, name, {**SMALL, "model": str(checkpoint), **settings})
     hooks = Webhook()
     environment = {"QUIRE_FAULT_INJECTION": str(fault_file), "QUIRE_INTROSPECTION_TOKEN": TOKEN}
     with (

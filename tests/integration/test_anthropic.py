@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.serving import Server, serve
+from support.serving import Server
 
 if TYPE_CHECKING:
     import anthropic  # in a second and a half, which every process of a test run would spend on collecting this file
@@ -24,16 +24,11 @@ TOOL: Any = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--openai", "--openai-port", "0") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> "Iterator[anthropic.Anthropic]":
+def client(gateway_server: Server) -> "Iterator[anthropic.Anthropic]":
     import anthropic
 
-    with anthropic.Anthropic(base_url=f"http://{server.openai}", api_key="none", max_retries=0, timeout=60) as made:
+    base_url = f"http://{gateway_server.openai}"
+    with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 

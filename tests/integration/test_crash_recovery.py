@@ -2,7 +2,6 @@
 than a pause."""
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -17,12 +16,11 @@ from support.clients import Answer, ask, ask_all, metric, run, with_client
 from support.faults import put_fault
 from support.full import FULL
 from support.processes import command_line, is_gone, parent
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import SMALL, Server, add_model, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 MODELS: dict[str, dict[str, Any]] = {
     "alone": {}, "pair": {"tensor_parallel_size": 2}, "replicas": {"data_parallel_size": 2},
 }  # fmt: skip
@@ -42,11 +40,7 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def crash_server(tmp_path_factory: pytest.TempPathFactory, fault_file: Path) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     for name, settings in MODELS.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
-        values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
-        (folder / "model.json").write_text(json.dumps(values))
+        add_model(repository, name, {**SMALL, **settings})
     with serve("--model-repository", str(repository), env={"QUIRE_FAULT_INJECTION": str(fault_file)}) as server:
         yield server
 

@@ -1,7 +1,6 @@
 """The dashboard of a real server under a real load, in a real browser: what is seen is what clients get."""
 
 import asyncio
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -16,15 +15,14 @@ from quire_dashboard.settings import Settings
 from support.browser import choose_request, chromium, dashboard, is_dark, pages_of, sidebar_link
 from support.clients import Answer, ask
 from support.faults import put_fault
-from support.serving import ROOT, Server, serve
+from support.serving import Server, add_model, serve
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.browser]
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 SLO = {"default": {"e2e_ms": 600_000}, "batch": {"e2e_ms": 1}}
 """One that every request meets, and one that none does."""
-SETTINGS = {"model": str(CHECKPOINT), "dtype": "float32", "slo": SLO, "max_num_seqs": 8, "max_model_len": 1024,
+SETTINGS = {"dtype": "float32", "slo": SLO, "max_num_seqs": 8, "max_model_len": 1024,
             "kv_cache_memory_bytes": 16 << 20}  # fmt: skip
 DRAWN = "svg.marks:not([data-testid='stMetric'] *)"
 """The charts, without the small lines in figures."""
@@ -112,10 +110,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, fault_file: Path) -> Iterat
     """Two models, one of them on two ranks."""
     repository = tmp_path_factory.mktemp("models")
     for name, more in {"one": {}, "two": {"tensor_parallel_size": 2}}.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
-        (folder / "model.json").write_text(json.dumps({**SETTINGS, **more}))
+        add_model(repository, name, {**SETTINGS, **more})
     environment = {"QUIRE_FAULT_INJECTION": str(fault_file), "QUIRE_INTROSPECTION_TOKEN": TOKEN}
     with serve("--model-repository", str(repository), "--drain-timeout", "55", env=environment) as running:
         yield running

@@ -15,10 +15,9 @@ import torch
 import transformers
 from quire_client import Client, ClientError, InvalidArgument
 from quire_engine.frontend.tokenizer import load_tokenizer
-from support.serving import ROOT, Server, run_cli, serve
+from support.serving import CHECKPOINT, Server, run_cli, serve
 
 LLM, EMBEDDER, RERANKER = "llm", "embedder", "reranker"
-TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
 SIZES: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 96, "intermediate_size": 132, "num_hidden_layers": 3, "num_attention_heads": 6,
     "max_position_embeddings": 160, "pad_token_id": 0, "initializer_range": 0.2,
@@ -30,7 +29,7 @@ def make_encoder(folder: Path, kind: Any = transformers.BertModel, **sizes: int)
     """Write a random BERT with tinypy's tokenizer."""
     torch.manual_seed(0)
     kind(transformers.BertConfig(**{**SIZES, **sizes})).save_pretrained(folder)
-    load_tokenizer(TINYPY).save_pretrained(folder)
+    load_tokenizer(CHECKPOINT).save_pretrained(folder)
     return folder
 
 
@@ -41,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     reranker = make_encoder(folder / "reranker", transformers.BertForSequenceClassification, num_labels=1)
     repository = str(folder / "repository")
     slo = 'slo={"default": {"ttft_ms": 0.001, "e2e_ms": 600000}}'  # no first token could be in time
-    for path, name, settings in ((TINYPY, LLM, ()), (encoder, EMBEDDER, (slo,)), (reranker, RERANKER, ())):
+    for path, name, settings in ((CHECKPOINT, LLM, ()), (encoder, EMBEDDER, (slo,)), (reranker, RERANKER, ())):
         added = run_cli("model", "add", str(path), *settings, "--name", name, "--model-repository", repository)
         assert added.returncode == 0, added.stderr
     with serve("--model-repository", repository, "--openai", "--openai-port", "0") as running:

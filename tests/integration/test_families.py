@@ -1,12 +1,11 @@
 """Checkpoints of each family, served by a real tritonserver, say what transformers says."""
 
-import json
 from pathlib import Path
 
 import pytest
 from quire_engine.frontend.tokenizer import load_tokenizer
 from support.clients import ask_all
-from support.serving import ROOT, serve
+from support.serving import CHECKPOINT, SMALL, add_model, serve
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -20,15 +19,11 @@ def test_families_are_served(tmp_path: Path) -> None:
     from support.oracle import generate_greedily, make_checkpoint, make_prompts
     from transformers import AutoModelForCausalLM
 
-    tokenizer = load_tokenizer(ROOT / "model_repository" / "tinypy" / "1" / "model")
+    tokenizer = load_tokenizer(CHECKPOINT)
     requests, expected = [], []
     for name in FAMILIES:
         folder = make_checkpoint(tmp_path / "checkpoints" / name, name, tokenizer)
-        version = tmp_path / "models" / name / "1"
-        version.mkdir(parents=True)
-        (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-        settings = {"model": str(folder), "dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20}
-        (version / "model.json").write_text(json.dumps(settings))
+        add_model(tmp_path / "models", name, {**SMALL, "model": str(folder), "max_model_len": 256})
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for prompt in make_prompts(8, model.config.vocab_size, max_length=100):
             requests.append({"model": name, "input_ids": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True,

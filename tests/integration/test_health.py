@@ -1,7 +1,6 @@
 """What `quire serve` knows of a real server, what its health address says, and what mends by itself."""
 
 import asyncio
-import json
 import os
 import resource
 import shutil
@@ -15,12 +14,11 @@ from quire_cli.server.run_directory import RunId
 from quire_engine.system import process_state
 from support.clients import Answer, ask, cancel_at_the_end, run, with_client
 from support.processes import command_line
-from support.serving import ROOT, Server, health, serve, wait_until
+from support.serving import CHECKPOINT, SMALL, Server, add_model, health, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 NUM_TOKENS = 400
 NUM_CANCELLED = 60
 
@@ -34,11 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def health_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its end is a test too: exit code 0, whatever clients did before."""
-    version = tmp_path_factory.mktemp("models") / "tinypy" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-    (version / "model.json").write_text(json.dumps({"model": str(checkpoint), "kv_cache_memory_bytes": 64 << 20}))
-    with serve("--model-repository", str(version.parent.parent), step_seconds=0.01) as server:
+    repository = tmp_path_factory.mktemp("models")
+    add_model(repository, "tinypy", {**SMALL, "model": str(checkpoint)})
+    with serve("--model-repository", str(repository), step_seconds=0.01) as server:
         yield server
 
 

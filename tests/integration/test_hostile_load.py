@@ -25,12 +25,11 @@ from support.clients import Answer, ask, metric, with_client
 from support.faults import put_fault
 from support.hostile import KINDS
 from support.processes import command_line, is_gone
-from support.serving import ROOT, Server, wait_until
+from support.serving import ROOT, Server, add_model, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 NUM_GRPC, NUM_OPENAI = 5, 3
 MAX_TRIES = 3
 MAX_TOKENS = 300
@@ -48,11 +47,8 @@ def start_one(tmp_path: Path, start: Callable[..., Server]) -> Callable[[], Serv
     Its steps take as long as a larger model's, and hold no more than a fast machine would compute in that time: how
     long the hostile client's own tokens take is no part of the measurement.
     """
-    version = tmp_path / "models" / "tinypy" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-    settings = {"model": str(CHECKPOINT), "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 128}
-    (version / "model.json").write_text(json.dumps(settings))
+    settings = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    add_model(tmp_path / "models", "tinypy", settings)
     fault = tmp_path / "fault.json"
     put_fault(fault, action="slow", rank=0, seconds=STEP_SECONDS)
     environment = {"QUIRE_FAULT_INJECTION": str(fault)}

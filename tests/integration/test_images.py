@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.clients import ask_all, http
-from support.serving import ROOT, Server, serve
+from support.serving import CHECKPOINT, ROOT, SMALL, Server, add_model, serve
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -48,12 +48,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for prompt in (f"user:{states}{QUESTION}\nassistant:", f"a {states} b"):
         token_ids, _ = generate(folder, tokenizer.encode(prompt, add_special_tokens=False), [image], NUM_TOKENS)
         texts.append(tokenizer.decode(token_ids))
-    for name, model in (("vision", folder), ("text", ROOT / "model_repository" / "tinypy" / "1" / "model")):
-        version = path / "models" / name / "1"
-        version.mkdir(parents=True)
-        (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-        settings = {"model": str(model), "dtype": "float32", "max_model_len": 768, "kv_cache_memory_bytes": 16 << 20}
-        (version / "model.json").write_text(json.dumps(settings))
+    for name, model in (("vision", folder), ("text", CHECKPOINT)):
+        add_model(path / "models", name, {**SMALL, "model": str(model), "max_model_len": 768})
     file = BytesIO()
     Image.fromarray(image).save(file, "PNG")
     with serve("--model-repository", str(path / "models"), "--openai", "--openai-port", "0") as server:

@@ -1,7 +1,6 @@
 """What page, terminal and log say after a real server, replica or stub was killed or stopped: victims, cause, row."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from quire_dashboard.monitor import Monitor
 from quire_dashboard.settings import Settings
 from quire_engine.system.process_state import process_stat
 from support.clients import Answer, ask, metric, snapshot, with_client
-from support.serving import ROOT, Server, run_cli, serve, wait_until
+from support.serving import SMALL, Server, add_model, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -28,13 +27,7 @@ NUM_STREAMS = 6
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A model with two replicas, and steps as slow as a larger one's."""
     repository = tmp_path_factory.mktemp("models")
-    (repository / MODEL / "1").mkdir(parents=True)
-    (repository / MODEL / "config.pbtxt").write_text('backend: "quire"\n')
-    settings = {
-        "model": str(ROOT / "model_repository" / "tinypy" / "1" / "model"), "dtype": "float32",
-        "kv_cache_memory_bytes": 32 << 20, "data_parallel_size": 2, "slo": {"default": {"e2e_ms": 600_000}},
-    }  # fmt: skip
-    (repository / MODEL / "1" / "model.json").write_text(json.dumps(settings))
+    add_model(repository, MODEL, {**SMALL, "data_parallel_size": 2, "slo": {"default": {"e2e_ms": 600_000}}})
     environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
     with serve("--model-repository", str(repository), "--no-dashboard", env=environment, step_seconds=0.05) as server:
         yield server

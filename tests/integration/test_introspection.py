@@ -12,13 +12,12 @@ import pytest
 from quire_client import Client, ClientError
 from support.clients import Answer, ask, ask_all, http, metric, run, scrape, with_client
 from support.processes import is_gone
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import SMALL, Server, add_model, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
 
 TOKEN = "a token for tests"
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
@@ -27,11 +26,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two models: one with a token of its own, and one that gets it from the environment."""
     repository = tmp_path_factory.mktemp("models")
     for name, settings in {"own": {"introspection_token": "a token of its own"}, "tinypy": {}}.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
-        values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
-        (folder / "model.json").write_text(json.dumps(values))
+        add_model(repository, name, {**SMALL, **settings})
     environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
     with serve("--model-repository", str(repository), env=environment, step_seconds=0.005) as running:
         yield running

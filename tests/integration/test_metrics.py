@@ -15,12 +15,11 @@ from quire_engine.slo import parse_classes
 from quire_monitoring import MetricKind, MetricsConfig, make_aliases, make_metrics
 from quire_monitoring.definitions import make_cache_info
 from support.clients import Answer, ask, ask_all, run, with_client
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import SMALL, Server, add_model, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 SLO: dict[str, Any] = {"default": {"e2e_ms": 1e7}, "fast": {"ttft_ms": 0.001}, "batch": {}}
 MODELS: dict[str, dict[str, Any]] = {
     "judged": {"slo": SLO, "max_num_seqs": 1, "max_queued_requests": 0},
@@ -36,11 +35,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository: Path = tmp_path_factory.mktemp("repository")
     for name, settings in MODELS.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
-        values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
-        (folder / "model.json").write_text(json.dumps(values))
+        add_model(repository, name, {**SMALL, **settings})
     with serve("--model-repository", str(repository)) as running:
         yield running
 

@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import POINTER, edit_json
 from support.clients import Answer, ask, http, metric, run, with_client
 from support.processes import command_line
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import CHECKPOINT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 CONFIG = 'backend: "quire"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
 NARROW: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 1000, "max_num_seqs": 1, "max_num_batched_tokens": 2,

@@ -42,10 +42,8 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """The demo model with a gateway; slow enough that a client can leave in between."""
-    with serve(*WITH_GATEWAY, step_seconds=0.005) as running:
-        yield running
+def server(gateway_server: Server) -> Server:
+    return gateway_server
 
 
 @pytest.fixture(scope="module")

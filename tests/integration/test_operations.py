@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -14,27 +13,25 @@ from typing import Any
 import pytest
 from quire_client import Client, ClientError, InvalidArgument, Unavailable
 from quire_engine.system.memory import resident_memory_bytes
-from safetensors.torch import load_file, save_file
+from support.checkpoints import changed_copy
 from support.clients import Answer, ask, ask_all, http, metric, run, scrape, with_client
-from support.serving import ROOT, Server, health, run_cli, serve, wait_until
+from support.serving import CHECKPOINT, SMALL, Server, add_model, health, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
 
 TOKEN = "a token for tests"
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 GREEDY = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
 NAMES = ("awake", "weights_offloaded", "discard_all")
 
 
 @pytest.fixture(scope="module")
 def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights") / "new"
-    shutil.copytree(CHECKPOINT, folder)
-    tensors = load_file(folder / "model.safetensors")
-    scaled = {name: tensor * 1.3 if "norm" in name else tensor for name, tensor in tensors.items()}
-    save_file(scaled, folder / "model.safetensors")
-    return folder
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors |= {name: tensor * 1.3 for name, tensor in tensors.items() if "norm" in name}
+
+    return changed_copy(CHECKPOINT, tmp_path_factory.mktemp("weights") / "new", change)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two models: one whose requests are rejected while it sleeps, and one that they wake up."""
     repository = tmp_path_factory.mktemp("models")
     for name, settings in {"tinypy": {}, "eager": {"wake_on_request": True}}.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
-        values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
-        (folder / "model.json").write_text(json.dumps(values))
+        add_model(repository, name, {**SMALL, **settings})
     arguments = ("--model-repository", str(repository), "--openai", "--openai-port", "0")
     with serve(*arguments, env={"QUIRE_INTROSPECTION_TOKEN": TOKEN}, step_seconds=0.005) as running:
         yield running

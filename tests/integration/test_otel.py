@@ -1,6 +1,5 @@
 """Traces and metrics of a real tritonserver, at a real OTLP receiver."""
 
-import json
 import queue
 import re
 import urllib.request
@@ -13,11 +12,10 @@ import pytest
 import tritonclient.grpc as grpcclient
 from support.clients import ask_all, run
 from support.otlp import Collector, attributes_of, collect, samples_of
-from support.serving import ROOT, Server, serve
+from support.serving import SMALL, Server, add_model, serve
 
 pytestmark = pytest.mark.server
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 TRACE_ID, PARENT_ID, OTHER_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "00f067aa0ba902b7"
 TRITON_TRACES = (
     "--trace-config=mode=opentelemetry", "--trace-config=level=TIMESTAMPS", "--trace-config=rate=1",
@@ -35,10 +33,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
     repository: Path = tmp_path_factory.mktemp("repository")
-    (repository / "traced" / "1").mkdir(parents=True)
-    (repository / "traced" / "config.pbtxt").write_text('backend: "quire"\n')
-    settings = {"model": str(CHECKPOINT), "kv_cache_memory_bytes": 64 << 20, "otlp_endpoint": collector.endpoint}
-    (repository / "traced" / "1" / "model.json").write_text(json.dumps(settings))
+    add_model(repository, "traced", {**SMALL, "otlp_endpoint": collector.endpoint})
     with serve("--model-repository", str(repository), "--", *TRITON_TRACES) as running:
         yield running
 

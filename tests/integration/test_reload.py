@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from support.clients import Answer, ask, ask_all, cancel_at_the_end, http
-from support.serving import ROOT, Server, health, serve, wait_until
+from support.serving import CHECKPOINT, Server, add_model, health, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 RELOADS = int(os.environ.get("QUIRE_RELOADS", "3"))
@@ -43,9 +43,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(120 + 30
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     for name, count in (("one", 1), ("two", 2)):
-        (folder / name / "1").mkdir(parents=True)
-        group = f"instance_group [ {{ count: {count} kind: KIND_MODEL }} ]"
-        (folder / name / "config.pbtxt").write_text(f'backend: "quire"\n{group}\n')
+        add_model(folder, name, {}, f"instance_group [ {{ count: {count} kind: KIND_MODEL }} ]\n")
         write_settings(folder / name, 256)
     return folder
 
@@ -58,7 +56,7 @@ def server(repository: Path) -> Iterator[Server]:
 
 
 def write_settings(model: Path, max_model_len: int) -> None:
-    settings = {"model": str(ROOT / "model_repository" / "tinypy" / "1" / "model"), "max_model_len": max_model_len,
+    settings = {"model": str(CHECKPOINT), "max_model_len": max_model_len,
                 "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64}  # fmt: skip
     (model / "1" / "model.json").write_text(json.dumps(settings))
 
@@ -233,23 +231,23 @@ def test_a_stub_that_is_killed_while_its_model_is_unloaded_keeps_no_client_waiti
 
 
 def test_a_server_that_polls_its_repository_loads_what_has_changed(repository: Path, tmp_path: Path) -> None:
-    shutil.copytree(repository / "two", tmp_path / "two")
+    shutil.copytree(repository / "one", tmp_path / "one")
     polling = ("--", "--model-control-mode=poll", "--repository-poll-secs=1")
     with (
         serve("--model-repository", str(tmp_path), *polling, step_seconds=STEP_SECONDS) as server,
-        streams(server, "two") as answers,
+        streams(server, "one") as answers,
     ):
 
         def refusal() -> str:
             """It names the limit that is in force."""
             too_many = dict.fromkeys(("max_tokens", "min_tokens"), 410 + RELOADS)
-            return ask_all(server, [request("two") | too_many])[0].message
+            return ask_all(server, [request("one") | too_many])[0].message
 
         for number in range(max(RELOADS // 3, 1)):
             num_before = len(answers)
-            write_settings(tmp_path / "two", 400 + number)
+            write_settings(tmp_path / "one", 400 + number)
             says = rf"\b{400 + number}\b"
             wait_until(lambda says=says: re.search(says, refusal()), "it has been loaded")
             wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end")
-        assert len(wait_for_engines(server, "two", 2)) == 2
+        assert len(wait_for_engines(server, "one", 1)) == 1
     assert num_whole(answers) == len(answers)

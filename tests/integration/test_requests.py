@@ -3,19 +3,17 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from safetensors.torch import load_file
 from support.clients import Answer, ask, metric, run, with_client
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import CHECKPOINT, Server, add_model, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
 
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
@@ -93,15 +91,10 @@ def test_prompt_logprobs(server: Server) -> None:
 @pytest.fixture(scope="module")
 def bounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One request runs, and one may wait. Its sampling parameters may be input tensors."""
-    version = tmp_path_factory.mktemp("repository") / "bounded" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text(
-        'backend: "quire"\nparameters { key: "typed_inputs" value { string_value: "true" } }\n'
-    )
-    settings = {"model": str(CHECKPOINT), "max_num_seqs": 1, "max_queued_requests": 1, "scheduling_policy": "priority"}
-    (version / "model.json").write_text(json.dumps(settings))
-    repository = str(Path(version).parents[1])
-    with serve("--model-repository", repository, "--", "--log-verbose=1", step_seconds=0.01) as running:
+    repository = tmp_path_factory.mktemp("repository")
+    settings = {"max_num_seqs": 1, "max_queued_requests": 1, "scheduling_policy": "priority"}
+    add_model(repository, "bounded", settings, 'parameters { key: "typed_inputs" value { string_value: "true" } }\n')
+    with serve("--model-repository", str(repository), "--", "--log-verbose=1", step_seconds=0.01) as running:
         yield running
 
 

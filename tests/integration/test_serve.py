@@ -24,7 +24,7 @@ from quire_engine.system import process_state
 from support.clients import MODEL, Answer, ask, run, with_client
 from support.faults import put_fault
 from support.processes import command_line
-from support.serving import ANY_PORTS, ROOT, Server, run_cli, serve, wait_until
+from support.serving import ANY_PORTS, CHECKPOINT, Server, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
@@ -35,7 +35,6 @@ STREAM: dict[str, Any] = {
     "text_input": "def add(a, b):", "max_tokens": 500, "ignore_eos": True, "stream": True,
     "return_token_ids": True, "return_finish_reason": True,
 }  # fmt: skip
-CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 ECHO_CONFIG = """
 backend: "python"
 max_batch_size: 0
@@ -200,16 +199,8 @@ def test_second_signal_stops_at_once(echo: str, start: Start) -> None:
     server.assert_nothing_left()
 
 
-def test_stops_while_a_model_loads(tmp_path: Path, start: Start) -> None:
-    repository = write_echo(tmp_path / "slow", at_start="print('loading slowly', file=sys.stderr); time.sleep(600)")
-    server = start("--model-repository", str(repository), "--verbose", ready=False)
-    wait_until(lambda: "loading slowly" in server.log(), "loading")
-    assert server.stop(signal.SIGINT) == 0, server.log()
-    server.assert_nothing_left()
-
-
-def test_its_ports_are_kept_while_a_model_loads(tmp_path: Path, start: Start) -> None:
-    """Or the system could give one to a connection of somebody else's, before tritonserver listens there."""
+def test_its_ports_are_kept_while_a_model_loads_and_it_can_be_stopped(tmp_path: Path, start: Start) -> None:
+    """Or the system could give a port to another connection, before tritonserver listens there."""
     repository = write_echo(tmp_path / "slow", at_start="print('loading slowly', file=sys.stderr); time.sleep(600)")
     server = start("--model-repository", str(repository), "--verbose", ready=False)
     wait_until(lambda: "loading slowly" in server.log(), "loading")
@@ -221,17 +212,20 @@ def test_its_ports_are_kept_while_a_model_loads(tmp_path: Path, start: Start) ->
             socket.create_connection(("127.0.0.1", port))
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
-    assert server.stop() == 0, server.log()
+    assert server.stop(signal.SIGINT) == 0, server.log()
 
 
-def test_stubs_end_cleanly(tmp_path: Path) -> None:
+def test_a_model_at_any_path_is_served_without_a_repository_and_its_stubs_end_cleanly(tmp_path: Path) -> None:
     """They are tritonserver's children, and its log says nothing of how they end: the shell that starts them does."""
     record = tmp_path / "ends"
     (tmp_path / "bash").write_text(f'#!/bin/sh\n/bin/bash "$@"\necho $? >> {record}\n')
     (tmp_path / "bash").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    with serve("--model", str(CHECKPOINT), "--name", MODEL, "--verbose", env={"PATH": path}) as server:
-        assert run(server, text_input="x", max_tokens=3).text != ""
+    env = {"LC_ALL": "C", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    (tmp_path / "mödel ключ").symlink_to(CHECKPOINT)
+    with serve("--model", str(tmp_path / "mödel ключ"), "--name", "mine", "--verbose", env=env) as server:
+        answer = json.loads(get(server.http, "/v2/models/mine/generate", {"text_input": "def add(a, b):"}))
+    assert answer["model_name"] == "mine"
+    assert answer["text_output"]
     # One completes the model's configuration, the other serves it. That one has answered that it is done,
     # and when it ends says 1 if it sees that the server has gone before.
     configures, serves = record.read_text().split()
@@ -397,14 +391,6 @@ def test_any_path_can_be_served(tmp_path: Path) -> None:
     repository = copy_of_demo(tmp_path / "with a space" / "$HOME;'(" / "mödel ключ")
     with serve("--model-repository", str(repository), env={"LC_ALL": "C"}) as server:
         assert run(server, text_input="x", max_tokens=1).text != ""
-
-
-def test_a_model_at_any_path_is_served_without_a_repository(tmp_path: Path) -> None:
-    (tmp_path / "mödel ключ").symlink_to(CHECKPOINT)
-    with serve("--model", str(tmp_path / "mödel ключ"), "--name", "mine", env={"LC_ALL": "C"}) as server:
-        answer = json.loads(get(server.http, "/v2/models/mine/generate", {"text_input": "def add(a, b):"}))
-    assert answer["model_name"] == "mine"
-    assert answer["text_output"]
 
 
 def test_places_that_cannot_be_used_are_refused_by_name(tmp_path: Path, echo: str) -> None:

@@ -8,7 +8,6 @@ QUIRE_START_STOP_SEED repeats a run: when what is killed.
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import re
@@ -28,7 +27,7 @@ from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.clients import Answer, ask, run, with_client
 from support.faults import put_fault
 from support.processes import command_line
-from support.serving import ROOT, Server, wait_until
+from support.serving import SMALL, Server, add_model, wait_until
 from support.sweeps import no_sweeps
 from tritonclient.grpc import aio as grpc_aio
 
@@ -52,13 +51,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600 + 60
 @pytest.fixture
 def repository(tmp_path: Path) -> str:
     """The demo model with little memory, which makes it start fast."""
-    version = tmp_path / "repository" / "tinypy" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-    checkpoint = ROOT / "model_repository" / "tinypy" / "1" / "model"
-    settings = {"model": str(checkpoint), "max_num_seqs": 8, "max_num_batched_tokens": 64,
-                "kv_cache_memory_bytes": 64 * 2**20}  # fmt: skip
-    (version / "model.json").write_text(json.dumps(settings))
+    add_model(tmp_path / "repository", "tinypy", {**SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 64})
     return str(tmp_path / "repository")
 
 

@@ -1,16 +1,25 @@
-"""A made-up checkpoint of a few kilobytes, for tests that spoil it."""
+"""A made-up checkpoint of a few kilobytes, for tests that spoil it, and copies of others with changed tensors."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from quire_engine.models import CheckpointConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-__all__ = ["CONFIG", "POINTER", "edit_json", "make_small_checkpoint", "with_windows", "write_checkpoint"]
+__all__ = [
+    "CONFIG",
+    "POINTER",
+    "changed_copy",
+    "edit_json",
+    "make_small_checkpoint",
+    "with_windows",
+    "write_checkpoint",
+]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
@@ -43,6 +52,21 @@ def make_small_checkpoint(folder: Path) -> Path:
     write_checkpoint(folder, CONFIG, tensors | {"lm_head.weight": torch.full((32, 16), 0.01)})
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def changed_copy(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Copy a checkpoint of one file, with other tensors.
+
+    Args:
+        folder: the checkpoint.
+        target: where the copy is written; it may exist.
+        change: edits the tensors, by name.
+    """
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -48,6 +48,7 @@ SERVER_NAME = "fork-server"
 """As a thread's name in /proc/PID/comm, by which `support.processes.children` leaves it out."""
 LIBRARIES = (
     "torch", "numpy", "zmq", "safetensors.torch", "transformers.models.auto.tokenization_auto", "xgrammar",
+    "transformers.image_processing_utils",
     # Of our own modules those that read nothing of the environment and start nothing when they are imported.
     "quire_engine.frontend.tokenizer", "quire_engine.structured_output.compile_job", "quire_engine.core.build_engine",
     "quire_engine.executor.multiproc",

@@ -27,7 +27,7 @@ from streamlit.testing.v1 import AppTest
 from support.clients import ask, with_client
 from support.measured_load import Measured, in_background, send, send_all
 from support.prometheus import Prometheus, prometheus
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import ROOT, Server, add_model, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 __all__ = ["MODEL", "NUM_SEQS", "SCRAPE_SECONDS", "SLO", "OperatorsRun", "PageSeen", "operators_run"]
@@ -110,16 +110,13 @@ def make_request(number: int) -> dict[str, Any]:
 @contextmanager
 def operators_run(folder: Path) -> Iterator[OperatorsRun]:
     """Make it; server, Prometheus and the dashboard's watchers live until the body is left."""
-    version = folder / "models" / MODEL / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
     files = {"shared_storage_path": str(folder / "kv"), "max_bytes": 1 << 30}
     tiers = [
         {"kv_connector": "SharedMemoryConnector", "kv_connector_extra_config": {"max_bytes": 32 << 20}},
         {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": files},
     ]
     connector = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": tiers}}
-    (version / "model.json").write_text(json.dumps({**SETTINGS, "kv_transfer_config": connector}))
+    add_model(folder / "models", MODEL, {**SETTINGS, "kv_transfer_config": connector})
     with ExitStack() as stack:
         server = stack.enter_context(serve("--model-repository", str(folder / "models"), step_seconds=STEP_SECONDS))
         scraping = stack.enter_context(prometheus(server.metrics, scrape_interval=f"{SCRAPE_SECONDS}s"))

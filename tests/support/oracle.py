@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from quire_engine.outputs import RequestOutput
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 from transformers import (
@@ -29,8 +31,8 @@ from transformers import (
 )
 
 __all__ = [
-    "CHECKPOINTS", "Expected", "expected_outputs", "generate_greedily", "load_reference", "make_checkpoint",
-    "make_prompts", "stored",
+    "CHECKPOINTS", "Expected", "assert_exact", "expected_outputs", "generate_greedily", "load_reference",
+    "make_checkpoint", "make_prompts", "stored",
 ]  # fmt: skip
 
 RESULTS = Path(__file__).with_name("oracle_results")
@@ -919,6 +921,16 @@ class Expected:
 
     token_ids: list[int]
     logprobs: list[float]
+
+
+def assert_exact(outputs: Sequence[RequestOutput], expected: Sequence[Expected]) -> None:
+    """The engine's one completion of each prompt has transformers' tokens, and log-probabilities near to its."""
+    for output, want in zip(outputs, expected, strict=True):
+        (completion,) = output.outputs
+        assert completion.token_ids == want.token_ids
+        assert completion.logprobs is not None
+        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
 
 
 def load_reference(folder: Path) -> PreTrainedModel:

@@ -22,9 +22,16 @@ from quire_cli.server.run_directory import RunId
 from support.faults import put_fault
 from support.sweeps import sweeping
 
-__all__ = ["ANY_PORTS", "ROOT", "Server", "health", "run_cli", "serve", "start", "wait_until"]
+__all__ = [
+    "ANY_PORTS", "CHECKPOINT", "ROOT", "SMALL", "Server", "add_model", "health", "run_cli", "serve", "start",
+    "wait_until",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+"""The demo model."""
+SMALL: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
+"""Settings of a model that starts fast."""
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 _READY = re.compile(
@@ -136,6 +143,22 @@ def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True, 
             server.stop(signal.SIGKILL)
             raise
     return server
+
+
+def add_model(repository: Path, name: str, settings: Mapping[str, Any], config: str = "") -> Path:
+    """Add a model to a model repository; returns the folder of its version 1.
+
+    Args:
+        repository: the folder of the models.
+        name: of the model.
+        settings: of its `model.json`; the checkpoint is the demo model's unless they name one.
+        config: further lines of its `config.pbtxt`.
+    """
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(f'backend: "quire"\n{config}')
+    (version / "model.json").write_text(json.dumps({"model": str(CHECKPOINT), **settings}))
+    return version
 
 
 def run_cli(

@@ -11,7 +11,6 @@ wait then.
 """
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from support.background_load import Load
 from support.clients import scrape, snapshot, unread_streams
 from support.drill.relay import Relay
 from support.faults import put_fault
-from support.serving import ROOT, Server, wait_until
+from support.serving import Server, add_model, wait_until
 
 __all__ = ["INCIDENTS", "MODELS", "SLOW_STEPS", "TOKEN", "Incident", "Scene", "ordinary_load", "write_repository"]
 
@@ -111,11 +110,7 @@ def _incident(
 def write_repository(folder: Path) -> None:
     """Both models."""
     for name, settings in MODELS.items():
-        version = folder / name / "1"
-        version.mkdir(parents=True)
-        (folder / name / "config.pbtxt").write_text('backend: "quire"\n')
-        checkpoint = str(ROOT / "model_repository" / "tinypy" / "1" / "model")
-        (version / "model.json").write_text(json.dumps({"model": checkpoint, "dtype": "float32", **settings}))
+        add_model(folder, name, {"dtype": "float32", **settings})
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from quire_engine.system import process_state
 from support.clients import http, run, scrape
 from support.drill.streams import Streams
 from support.processes import command_line, is_gone, parent
-from support.serving import ROOT, Server, wait_until
+from support.serving import CHECKPOINT, Server, wait_until
 
 __all__ = [
     "CHANGING", "EXPLICIT", "MODELS", "RECOVERY_DEADLINE_S", "STEADY", "Stage", "write_instances", "write_repository",
@@ -34,7 +34,6 @@ TRUTH_DEADLINE_S = 20.0
 """A probe that is wrong for longer has not noticed at all. How soon it did is printed, not judged: see `lags`."""
 RECOVERY_DEADLINE_S = 120.0
 
-_CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 _SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 48 << 20, "max_model_len": 1024}
 _MODULES = {
     "core": "quire_engine.core.core_process",
@@ -49,7 +48,7 @@ def write_repository(folder: Path) -> None:
     for model, settings in ((STEADY, {"tensor_parallel_size": 2}), (CHANGING, {})):
         checkpoint = folder / model / "1" / "checkpoint"
         checkpoint.mkdir(parents=True)
-        for file in _CHECKPOINT.iterdir():
+        for file in CHECKPOINT.iterdir():
             (checkpoint / file.name).symlink_to(file)
         write_settings(folder, model, **settings)
         write_instances(folder, model, 1)

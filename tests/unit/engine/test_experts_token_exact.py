@@ -12,7 +12,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.layers.experts import MixtureOfExperts, experts_of_rank
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import cpu
-from support.oracle import Expected
+from support.oracle import Expected, assert_exact
 from support.ranks import ThreadExecutor, llm_of_thread_ranks
 
 Workload = tuple[list[list[int]], list[int], list[Expected]]
@@ -32,11 +32,7 @@ def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS)
 def test_requests_are_token_exact(
-    name: str,
-    tensor: int,
-    pipeline: int,
-    checkpoint: Callable[[str], Path],
-    workload: Callable[[str], Workload],
+    name: str, tensor: int, pipeline: int, checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
 ) -> None:
     prompts, lengths, expected = (part[:24] for part in workload(name))
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0) for n in lengths]
@@ -46,12 +42,7 @@ def test_requests_are_token_exact(
         executor = llm._core.executor
         assert isinstance(executor, ThreadExecutor)
         models = [worker.runner.model for worker in executor.workers]
-    for output, want in zip(outputs, expected, strict=True):
-        completion = output.outputs[0]
-        assert completion.token_ids == want.token_ids
-        assert completion.logprobs is not None
-        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
+    assert_exact(outputs, expected)
     mixtures = [
         module for model in models[:tensor] for module in model.modules() if isinstance(module, MixtureOfExperts)
     ]

@@ -12,7 +12,7 @@ import torch
 from quire_engine import LLM, AsyncLLM
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.messages import LoadWeights, UseWeights
-from safetensors.torch import load_file, save_file
+from support.checkpoints import changed_copy
 from support.engines import Stream, engine, kill, offline, params, run, until
 
 PROMPTS = [[5 + (i * n) % 60 for i in range(40)] for n in (1, 3)]
@@ -23,13 +23,11 @@ def other_weights(
     folder: Path, target: Path, change: Callable[[torch.Tensor], torch.Tensor] = lambda one: -one
 ) -> Path:
     """A copy of a checkpoint whose norms have other weights."""
-    shutil.copytree(folder, target)
-    tensors = load_file(target / "model.safetensors")
-    for name, tensor in tensors.items():
-        if "norm" in name:
-            tensors[name] = change(tensor).contiguous()
-    save_file(tensors, target / "model.safetensors")
-    return target
+
+    def change_norms(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {name: change(tensor).contiguous() for name, tensor in tensors.items() if "norm" in name}
+
+    return changed_copy(folder, target, change_norms)
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
-"""What is shown of every family: one test for each cell of the table in docs/models.md (`support.families`)."""
+"""What is shown of every family: one test for each cell of the table in docs/models.md (`support.families`), or by
+default one for each two that an engine can show at once."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
 from support.every_kind import core_of
 from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
-from support.oracle import VOCAB_SIZE, Expected, expected_outputs, make_prompts
+from support.full import FULL
+from support.oracle import VOCAB_SIZE, Expected, assert_exact, expected_outputs, make_prompts
 from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
@@ -63,70 +67,61 @@ def generate(llm: LLM) -> list[RequestOutput]:
     return outputs
 
 
-def assert_exact(outputs: list[RequestOutput], expected: list[Expected]) -> None:
-    for output, want in zip(outputs, expected, strict=True):
-        (completion,) = output.outputs
-        assert completion.token_ids == want.token_ids
-        assert completion.logprobs is not None
-        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
+SCORES: dict[Path, torch.Tensor] = {}
+"""Of checkpoints in float32, for the comparison with int8."""
+
+
+def prompt_scores(llm: LLM) -> torch.Tensor:
+    """The log-probability of each token of the prompts."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return torch.tensor([
+        next(iter(one.values())).logprob for output in outputs for one in (output.prompt_logprobs or ())[1:]
+    ])  # fmt: skip
 
 
 def check_exact(family: Family, caplog: pytest.LogCaptureFixture) -> None:
     folder, expected = family
     with make_llm(folder) as llm:
         assert_exact(generate(llm), expected)
+        SCORES[folder] = prompt_scores(llm)
     if cpu.library() is not None:
         assert "computed op by op" not in caplog.text
 
 
-def check_tensor_parallel(family: Family, _: pytest.LogCaptureFixture) -> None:
+def check_ranks(family: Family, _: pytest.LogCaptureFixture, **sizes: int) -> None:
     folder, expected = family
-    with make_llm(folder, tensor_parallel_size=2) as llm:
-        assert_exact(generate(llm), expected)
-
-
-def check_pipeline_parallel(family: Family, _: pytest.LogCaptureFixture) -> None:
-    folder, expected = family
-    with make_llm(folder, pipeline_parallel_size=2) as llm:
+    with make_llm(folder, **sizes) as llm:
         assert_exact(generate(llm), expected)
 
 
 def check_int8(family: Family, _: pytest.LogCaptureFixture) -> None:
     """Near to float32, and not the same."""
-    results = []
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    for settings in ({}, {"quantization": "int8"}):
-        with make_llm(family[0], **settings) as llm:
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        scores = [next(iter(one.values())).logprob for out in outputs for one in (out.prompt_logprobs or ())[1:]]
-        results.append(torch.tensor(scores))
-    float32, int8 = results
-    error = (int8 - float32).abs().mean() / float32.std()
-    has_states = CheckpointConfig.from_folder(family[0]).state_tokens > 0  # which add up the noise of a sequence
+    folder, _ = family
+    if folder not in SCORES:
+        with make_llm(folder) as llm:
+            SCORES[folder] = prompt_scores(llm)
+    with make_llm(folder, quantization="int8") as llm:
+        error = (prompt_scores(llm) - SCORES[folder]).abs().mean() / SCORES[folder].std()
+    has_states = CheckpointConfig.from_folder(folder).state_tokens > 0  # which add up the noise of a sequence
     assert 0.0005 < error < (0.2 if has_states else 0.1), "int8 was not used, or something is left out"
 
 
-def check_speculation(family: Family, _: pytest.LogCaptureFixture) -> None:
-    """The second time, the first time's tokens are what is drafted."""
+def check_twice(family: Family, _: pytest.LogCaptureFixture, is_drafting: bool, is_caching: bool) -> None:
+    """The second time, the first time's tokens are what is drafted, and their blocks what is found."""
     folder, expected = family
-    with make_llm(folder, speculative_config={"method": "suffix", "num_speculative_tokens": 3}) as llm:
-        scheduler = core_of(llm).scheduler
-        assert scheduler.config.speculative_config is not None
-        draft_always(scheduler, make_proposer(scheduler.config.speculative_config), VOCAB_SIZE, 3)
+    drafts = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}} if is_drafting else {}
+    with make_llm(folder, enable_prefix_caching=is_caching, **drafts) as llm:
+        if is_drafting:
+            scheduler = core_of(llm).scheduler
+            assert scheduler.config.speculative_config is not None
+            draft_always(scheduler, make_proposer(scheduler.config.speculative_config), VOCAB_SIZE, 3)
         for _ in range(2):
             assert_exact(generate(llm), expected)
-        drafts = llm.get_stats().drafts
-        assert drafts is not None
-        assert drafts.num_accepted_tokens > 20
-
-
-def check_prefix_caching(family: Family, _: pytest.LogCaptureFixture) -> None:
-    folder, expected = family
-    with make_llm(folder, enable_prefix_caching=True) as llm:
-        for _ in range(2):
-            assert_exact(generate(llm), expected)
-        assert llm.get_stats().prefix_cache_hits >= len(PROMPTS[-1]) // 16 * 16 > 100, "the longest was not found"
+        stats = llm.get_stats()
+    assert not is_drafting or stats.drafts.num_accepted_tokens > 20
+    if is_caching:
+        assert stats.prefix_cache_hits >= len(PROMPTS[-1]) // 16 * 16 > 100, "the longest was not found"
 
 
 def check_replay(family: Family, _: pytest.LogCaptureFixture) -> None:
@@ -155,24 +150,30 @@ def check_replay(family: Family, _: pytest.LogCaptureFixture) -> None:
         assert own == pytest.approx(want.logprobs, abs=1e-4)
 
 
-CHECKS = dict(
-    zip(
-        COLUMNS,
-        (check_exact, check_tensor_parallel, check_pipeline_parallel, check_int8, check_speculation,
-         check_prefix_caching, check_replay),
-        strict=True,
-    )
-)  # fmt: skip
+CHECKS: dict[str, Callable[[Family, pytest.LogCaptureFixture], None]] = {
+    "exact": check_exact,
+    "tensor parallel": partial(check_ranks, tensor_parallel_size=2),
+    "pipeline parallel": partial(check_ranks, pipeline_parallel_size=2),
+    "int8": check_int8,
+    "speculation": partial(check_twice, is_drafting=True, is_caching=False),
+    "prefix caching": partial(check_twice, is_drafting=False, is_caching=True),
+    "replay": check_replay,
+    "two stages of two ranks": partial(check_ranks, tensor_parallel_size=2, pipeline_parallel_size=2),
+    "speculation and prefix caching": partial(check_twice, is_drafting=True, is_caching=True),
+}
+"""By column of the table; the last two show two columns each."""
+BY_DEFAULT = ("exact", "two stages of two ranks", "int8", "speculation and prefix caching", "replay")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "column"), PAIRS)
-def test_a_family(architecture: str, column: str, family: Family, caplog: pytest.LogCaptureFixture) -> None:
-    CHECKS[column](family, caplog)
+@pytest.mark.parametrize(("architecture", "check"), PAIRS if FULL else [*product(FAMILIES, BY_DEFAULT)])
+def test_a_family(architecture: str, check: str, family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    CHECKS[check](family, caplog)
 
 
 def test_every_architecture_is_in_the_table() -> None:
     assert FAMILIES.keys() == ARCHITECTURES.keys()
+    assert CHECKS.keys() == {*COLUMNS, *BY_DEFAULT}
 
 
 def test_the_page_claims_what_is_tested() -> None:

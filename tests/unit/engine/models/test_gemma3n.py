@@ -1,7 +1,6 @@
 """Gemma 3n: what its files say, and that a row's bits depend on no other row."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.options import AttentionOptions, MLPOptions
 from quire_kernels import cpu
-from safetensors.torch import load_file, save_file
+from support.checkpoints import changed_copy
 from support.every_kind import core_of
 from support.oracle import VOCAB_SIZE, make_prompts
 from transformers import AutoConfig
@@ -99,16 +98,16 @@ def test_ranks_divide_the_feed_forwards_of_all_layers(tmp_path: Path) -> None:
 
 def test_what_training_left_is_ignored(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Published checkpoints have keys and values of layers that use another's. What is missing is named."""
-    shutil.copytree(checkpoint("gemma3n-conditional"), tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors")
-    for name in ("k_proj", "v_proj", "k_norm"):
-        key = f"model.language_model.layers.1.self_attn.{name}.weight"
-        assert key.replace("layers.1", "layers.3") not in weights
-        weights[key.replace("layers.1", "layers.3")] = weights[key].clone()
-    save_file(weights, tmp_path / "model.safetensors")
-    check_checkpoint(tmp_path)
-    del weights["model.language_model.layers.2.altup.correct_output_scale"]
-    save_file(weights, tmp_path / "model.safetensors")
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in ("k_proj", "v_proj", "k_norm"):
+            key = f"model.language_model.layers.1.self_attn.{name}.weight"
+            assert key.replace("layers.1", "layers.3") not in weights
+            weights[key.replace("layers.1", "layers.3")] = weights[key].clone()
+
+    whole, name = checkpoint("gemma3n-conditional"), "model.language_model.layers.2.altup.correct_output_scale"
+    check_checkpoint(changed_copy(whole, tmp_path, change))
+    changed_copy(whole, tmp_path, lambda weights: weights.pop(name))
     with pytest.raises(CheckpointError, match=r"hold no layers\.2\.altup\.correct_output_scale"):
         check_checkpoint(tmp_path)
 
@@ -154,11 +153,12 @@ def test_bits_depend_on_no_other_row(dtype: str, checkpoint: Callable[[str], Pat
 
 def test_streams_differ(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """The tokens are those of all streams: with other projections of them, others follow."""
-    shutil.copytree(checkpoint("gemma3n"), tmp_path, dirs_exist_ok=True)
-    weights, said = load_file(tmp_path / "model.safetensors"), []
-    for name in [one for one in weights if "altup_projections" in one]:
-        weights[name] = torch.roll(weights[name], 1, 0)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights |= {name: torch.roll(one, 1, 0) for name, one in weights.items() if "altup_projections" in name}
+
+    changed_copy(checkpoint("gemma3n"), tmp_path, change)
+    said = []
     for folder in (checkpoint("gemma3n"), tmp_path):
         llm = LLM(folder, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 20)
         said.append([one.outputs[0].token_ids for one in llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False)])

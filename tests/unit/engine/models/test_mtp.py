@@ -13,8 +13,7 @@ from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.loader import load_model
 from quire_engine.models.mtp import MultiTokenPredictor, check_mtp, load_mtp
 from quire_kernels.kv_cache import new_kv_cache
-from safetensors.torch import load_file, save_file
-from support.checkpoints import edit_json
+from support.checkpoints import changed_copy, edit_json
 from support.drafting import context_of
 from support.mtp import Reference
 from support.oracle import mtp_names
@@ -114,15 +113,6 @@ def refusal(folder: Path) -> str:
     return message
 
 
-def edited(source: Path, folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a checkpoint with other tensors."""
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def test_a_model_without_the_layer_is_refused(checkpoint: Callable[[str], Path]) -> None:
     assert refusal(checkpoint("qwen2")) == (
         f"speculative_config: method is 'mtp'; {checkpoint('qwen2')} has no layer of multi-token prediction by its "
@@ -140,7 +130,7 @@ def test_a_checkpoint_that_lost_the_layer_is_served_without_it(
         for name in [name for name in tensors if name.startswith(prefix)]:
             del tensors[name]
 
-    folder = edited(checkpoint(family), tmp_path / family, edit)
+    folder = changed_copy(checkpoint(family), tmp_path / family, edit)
     check_checkpoint(folder)
     assert "holds no tensors of the layer that its config.json names" in refusal(folder)
 
@@ -161,7 +151,7 @@ def test_a_tensor_that_does_not_fit_is_refused_only_where_it_drafts(
             for name in [name for name, tensor in change.items() if tensor is None]:
                 del tensors[name]
 
-        folder = edited(checkpoint(family), tmp_path / str(number), edit)
+        folder = changed_copy(checkpoint(family), tmp_path / str(number), edit)
         check_checkpoint(folder)
         assert message in refusal(folder)
 
@@ -170,7 +160,7 @@ def test_further_layers_are_not_read(checkpoint: Callable[[str], Path], tmp_path
     def edit(tensors: dict[str, Any]) -> None:
         tensors["model.layers.4.eh_proj.weight"] = torch.zeros(3)
 
-    folder = edited(checkpoint("deepseek-v3-mtp"), tmp_path / "two", edit)
+    folder = changed_copy(checkpoint("deepseek-v3-mtp"), tmp_path / "two", edit)
     edit_json(folder / "config.json", num_nextn_predict_layers=2)
     names = check_mtp(folder, CheckpointConfig.from_folder(folder)).keys()
     assert "layers.0.self_attn.o_proj.weight" in names
@@ -181,6 +171,6 @@ def test_an_indexer_of_the_layer_is_not_read(checkpoint: Callable[[str], Path], 
     def edit(tensors: dict[str, Any]) -> None:
         tensors |= {f"model.layers.{number}.self_attn.indexer.wk.weight": torch.zeros(3) for number in range(4)}
 
-    folder = edited(checkpoint("deepseek-v3-mtp"), tmp_path / "v32", edit)
+    folder = changed_copy(checkpoint("deepseek-v3-mtp"), tmp_path / "v32", edit)
     edit_json(folder / "config.json", architectures=["DeepseekV32ForCausalLM"])
     check_checkpoint(folder, drafts=("mtp", None))

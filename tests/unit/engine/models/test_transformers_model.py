@@ -21,7 +21,8 @@ from quire_engine.models.fallback.model import TransformersModel, load_transform
 from quire_engine.system.memory import mapped_ranges
 from quire_kernels import cpu
 from safetensors.torch import load_file, save_file
-from support.oracle import Expected, generate_greedily, make_prompts
+from support.checkpoints import changed_copy
+from support.oracle import Expected, assert_exact, generate_greedily, make_prompts
 from support.transformers_models import DECODERS, VOCAB_SIZE, WINDOW, make_decoder
 from transformers import AutoModelForCausalLM
 
@@ -64,15 +65,9 @@ def load(folder: Path, **settings: Any) -> TransformersModel:
     return load_transformers_model(folder, checkpoint, torch.float32, **arguments)
 
 
-def assert_exact(llm: LLM, prompts: list[list[int]], lengths: list[int], expected: list[Expected]) -> None:
+def check_exact(llm: LLM, prompts: list[list[int]], lengths: list[int], expected: list[Expected]) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0) for n in lengths]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    for output, want in zip(outputs, expected, strict=True):
-        completion = output.outputs[0]
-        assert completion.token_ids == want.token_ids
-        assert completion.logprobs is not None
-        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
+    assert_exact(llm.generate(prompts, params, use_tqdm=False), expected)
     assert llm.get_stats().num_failed_steps == 0
 
 
@@ -85,7 +80,7 @@ def test_mixed_batches_in_pieces_with_shared_prefixes_and_preemption_are_token_e
     prompts, lengths, expected = said(name)
     per_block = block_bytes(load(folder).state_specs, block_size=16, dtype_bytes=4)
     llm = make_llm(folder, max_num_batched_tokens=48, kv_cache_memory_bytes=BLOCKS * per_block)
-    assert_exact(llm, prompts, lengths, expected)
+    check_exact(llm, prompts, lengths, expected)
     stats = llm.get_stats()
     assert stats.prefix_cache_hits > 0
     assert stats.num_preemptions > 0
@@ -101,7 +96,7 @@ def test_mixed_batches_in_pieces_with_shared_prefixes_and_preemption_are_token_e
 def test_speculation_and_steps_ahead_change_no_token(
     settings: dict[str, Any], name: str, decoder: Made, said: Workload
 ) -> None:
-    assert_exact(make_llm(decoder(name), **settings), *said(name))
+    check_exact(make_llm(decoder(name), **settings), *said(name))
 
 
 @pytest.mark.slow
@@ -164,12 +159,8 @@ def test_no_weight_is_a_view_of_a_file(decoder: Made) -> None:
 
 
 def test_weights_have_to_be_finite(decoder: Made, tmp_path: Path) -> None:
-    for file in decoder("gpt2").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["transformer.h.1.mlp.c_fc.weight"][3, 5] = torch.nan
-    (tmp_path / "model.safetensors").unlink()
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    name = "transformer.h.1.mlp.c_fc.weight"
+    changed_copy(decoder("gpt2"), tmp_path, lambda weights: weights[name].view(-1)[5].fill_(torch.nan))
     with pytest.raises(CheckpointError, match=r"tensor transformer\.h\.1\.mlp\.c_fc\.weight holds nan"):
         load(tmp_path)
 
@@ -223,12 +214,7 @@ def test_random_weights_need_no_files(decoder: Made, tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_missing_is_named(decoder: Made, tmp_path: Path) -> None:
-    for file in decoder("gpt2").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["transformer.h.1.mlp.c_fc.weight"]
-    (tmp_path / "model.safetensors").unlink()
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    changed_copy(decoder("gpt2"), tmp_path, lambda weights: weights.pop("transformer.h.1.mlp.c_fc.weight"))
     with pytest.raises(CheckpointError, match=r"missing keys: \['transformer\.h\.1\.mlp\.c_fc\.weight'\]"):
         load(tmp_path)
 
@@ -291,4 +277,4 @@ def test_a_llama_under_another_name_is_exact(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     prompts = make_prompts(3, VOCAB_SIZE, max_length=40)
     expected = [generate_greedily(model, prompt, 6) for prompt in prompts]
-    assert_exact(LLM(tmp_path, dtype="float32", max_model_len=128), prompts, [6] * 3, expected)
+    check_exact(LLM(tmp_path, dtype="float32", max_model_len=128), prompts, [6] * 3, expected)

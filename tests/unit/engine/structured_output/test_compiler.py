@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,9 @@ PATHOLOGICAL: dict[str, dict[str, Any]] = {
     "a huge repetition": {"regex": "a{1,1000000}"},
     "a doubled quantifier": {"regex": "foo**"},
 }
+
+
+SLOW = json.dumps(PATHOLOGICAL["many optional properties"]["json"])
 
 
 def params(structured_outputs: dict[str, Any], **values: Any) -> SamplingParams:
@@ -176,11 +179,24 @@ def test_a_killed_compiler_loses_nothing(checkpoint: Callable[[str], Path]) -> N
         asyncio.run(main(llm, recorder))
 
 
-class Collected(CompilerProcess):
-    """Collects the results themselves."""
+class Observed(CompilerProcess):
+    """Collects the results itself, and notes which jobs go on to their ends: tests strike then."""
 
-    results: dict[int, CompileResult]
-    arrived: threading.Condition
+    def __init__(self, folder: Path) -> None:
+        super().__init__(CompilerArguments(str(folder), 4096, [1]))
+        self.results: dict[int, CompileResult] = {}
+        self.begun: queue.Queue[int] = queue.Queue()
+        self._arrived = threading.Condition()
+
+    def wait_for(self, *job_ids: int) -> CompileResult:
+        """Wait until these have ended; the last one's result."""
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: self.results.keys() >= {*job_ids}, 60)
+        return self.results[job_ids[-1]]
+
+    def strike(self, signum: int = signal.SIGKILL) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, signum)
 
     def _on_start(self) -> None:
         pass
@@ -189,60 +205,9 @@ class Collected(CompilerProcess):
         return None
 
     def _on_result(self, result: CompileResult) -> None:
-        with self.arrived:
+        with self._arrived:
             self.results[result.job_id] = result
-            self.arrived.notify_all()
-
-
-def compiler(
-    folder: Path,
-    results: dict[int, CompileResult],
-    arrived: threading.Condition,
-    kind: type[Collected] = Collected,
-) -> CompilerProcess:
-    process = kind(CompilerArguments(str(folder), 4096, [1]))
-    process.results, process.arrived = results, arrived
-    return process
-
-
-def test_one_bad_grammar_does_not_hold_up_the_others(checkpoint: Callable[[str], Path]) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
-    try:
-        process.submit(CompileRequest(0, "json", json.dumps(PATHOLOGICAL["many optional properties"]["json"])))
-        for i in range(1, 6):
-            process.submit(CompileRequest(i, "regex", f"a{{{i}}}"))
-        with arrived:
-            assert arrived.wait_for(lambda: len(results) == 5, 30)
-            assert 0 not in results
-            assert all(result.error is None for result in results.values())
-            assert arrived.wait_for(lambda: len(results) == 6, 30)
-        assert "simplify it" in (results[0].error or "")
-        assert not results[0].is_our_fault
-    finally:
-        process.shutdown()
-
-
-def test_a_tokenizer_that_does_not_load_is_our_fault(tmp_path: Path) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(tmp_path, results, arrived)
-    try:
-        for job_id in (1, 2):  # the second try starts it again
-            process.submit(CompileRequest(job_id, "regex", "a"))
-            with arrived:
-                assert arrived.wait_for(lambda job_id=job_id: job_id in results, 60)  # type: ignore[misc]
-            assert results[job_id].is_our_fault
-            assert "cannot start" in (results[job_id].error or "")
-    finally:
-        process.shutdown()
-
-
-class Recorded(Collected):
-    """Tells what has been begun and goes on to its end: tests strike then."""
-
-    begun: "queue.Queue[int]"
+            self._arrived.notify_all()
 
     def _send(self, message: bytes, *descriptors: int) -> None:
         super()._send(message, *descriptors)
@@ -252,48 +217,58 @@ class Recorded(Collected):
                 self.begun.put(job_id)
 
 
-def recorded(folder: Path, results: dict[int, CompileResult], arrived: threading.Condition) -> Recorded:
-    process = compiler(folder, results, arrived, Recorded)
-    assert isinstance(process, Recorded)
-    process.begun = queue.Queue()
-    return process
+@pytest.fixture
+def process(checkpoint: Callable[[str], Path]) -> Iterator[Observed]:
+    """A compiler, which starts with the first job."""
+    process = Observed(checkpoint("tinypy"))
+    yield process
+    process.shutdown()
 
 
-def strike(process: CompilerProcess, signum: int = signal.SIGKILL) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, signum)
+def test_one_bad_grammar_does_not_hold_up_the_others(process: Observed) -> None:
+    process.submit(CompileRequest(0, "json", SLOW))
+    for i in range(1, 6):
+        process.submit(CompileRequest(i, "regex", f"a{{{i}}}"))
+    process.wait_for(1, 2, 3, 4, 5)
+    assert 0 not in process.results
+    assert all(result.error is None for result in process.results.values())
+    result = process.wait_for(0)
+    assert "simplify it" in (result.error or "")
+    assert not result.is_our_fault
 
 
-SLOW = json.dumps(PATHOLOGICAL["many optional properties"]["json"])
+def test_a_tokenizer_that_does_not_load_is_our_fault(tmp_path: Path) -> None:
+    process = Observed(tmp_path)
+    try:
+        for job_id in (1, 2):  # the second try starts it again
+            process.submit(CompileRequest(job_id, "regex", "a"))
+            result = process.wait_for(job_id)
+            assert result.is_our_fault
+            assert "cannot start" in (result.error or "")
+    finally:
+        process.shutdown()
 
 
 @pytest.mark.slow
-def test_a_grammar_that_ends_the_compiler_is_refused_by_name_and_alone(checkpoint: Callable[[str], Path]) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = recorded(checkpoint("tinypy"), results, arrived)
-    try:
-        # Whenever job 1 is begun the process dies, as if that were job 1's doing; job 2 is compiled beside it at first.
-        process.submit(CompileRequest(1, "json", SLOW))
-        assert process.begun.get(timeout=60) == 1
-        process.submit(CompileRequest(2, "json", json.dumps({"type": "integer"})))
-        strike(process)
-        while 1 not in results:
-            with contextlib.suppress(queue.Empty):
-                if process.begun.get(timeout=0.1) == 1:
-                    strike(process)
-        assert results[1].error == "the grammar compiler died 3 times while it compiled this json; simplify it"
-        assert not results[1].is_our_fault
-        with arrived:
-            assert arrived.wait_for(lambda: 2 in results, 60)
-        assert results[2].error is None
-    finally:
-        process.shutdown()
+def test_a_grammar_that_ends_the_compiler_is_refused_by_name_and_alone(process: Observed) -> None:
+    # Whenever job 1 is begun the process dies, as if that were job 1's doing; job 2 is compiled beside it at first.
+    process.submit(CompileRequest(1, "json", SLOW))
+    assert process.begun.get(timeout=60) == 1
+    process.submit(CompileRequest(2, "json", json.dumps({"type": "integer"})))
+    process.strike()
+    while 1 not in process.results:
+        with contextlib.suppress(queue.Empty):
+            if process.begun.get(timeout=0.1) == 1:
+                process.strike()
+    assert process.results[1].error == "the grammar compiler died 3 times while it compiled this json; simplify it"
+    assert not process.results[1].is_our_fault
+    assert process.wait_for(2).error is None
+    process.shutdown()
     assert process._thread is None or not process._thread.is_alive()
 
 
 def test_after_a_death_one_grammar_is_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = compiler(Path(), {}, threading.Condition())
+    process = Observed(Path())
     monkeypatch.setattr(process, "_ensure_thread", lambda: None)
 
     def submit(*job_ids: int) -> None:
@@ -327,78 +302,47 @@ def test_after_a_death_one_grammar_is_compiled_at_a_time(monkeypatch: pytest.Mon
     process._requeue()
 
 
-def test_kills_while_it_starts_fail_nobody(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
+def test_kills_while_it_starts_fail_nobody(process: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: queue.Queue[None] = queue.Queue()
     monkeypatch.setattr(process, "_on_start", lambda: starts.put(None))
-    try:
-        process.submit(CompileRequest(1, "choice", json.dumps(["a"])))
-        for _ in range(3):
-            starts.get(timeout=60)
-            strike(process)
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        assert results[1].error is None
-    finally:
-        process.shutdown()
+    process.submit(CompileRequest(1, "choice", json.dumps(["a"])))
+    for _ in range(3):
+        starts.get(timeout=60)
+        process.strike()
+    assert process.wait_for(1).error is None
 
 
 def test_one_that_never_starts_is_our_fault(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: Observed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
     monkeypatch.setattr(process._closing, "wait", lambda seconds: False)
-    monkeypatch.setattr(process, "_on_start", lambda: strike(process))
-    try:
-        process.submit(CompileRequest(1, "regex", "a"))
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        assert results[1].error == "the grammar compiler cannot start; the server's log says why"
-        assert "cannot start: it was killed by SIGKILL, for the 5th time in a row" in caplog.text
-        assert results[1].is_our_fault
-    finally:
-        process.shutdown()
+    monkeypatch.setattr(process, "_on_start", process.strike)
+    process.submit(CompileRequest(1, "regex", "a"))
+    result = process.wait_for(1)
+    assert result.error == "the grammar compiler cannot start; the server's log says why"
+    assert "cannot start: it was killed by SIGKILL, for the 5th time in a row" in caplog.text
+    assert result.is_our_fault
 
 
 def test_a_stopped_compiler_is_found_and_started_again(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: Observed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiler_process, "OVERDUE_SECONDS", 1.0)
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
-    try:
-        process.submit(CompileRequest(1, "regex", "a"))
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        pid = process.pid
-        strike(process, signal.SIGSTOP)
-        process.submit(CompileRequest(2, "regex", "b"))
-        with arrived:
-            assert arrived.wait_for(lambda: 2 in results, 60)
-        assert results[2].error is None
-        assert process.pid != pid
-        assert "the grammar compiler was stopped, or hangs" in caplog.text
-    finally:
-        process.shutdown()
+    process.submit(CompileRequest(1, "regex", "a"))
+    process.wait_for(1)
+    pid = process.pid
+    process.strike(signal.SIGSTOP)
+    process.submit(CompileRequest(2, "regex", "b"))
+    assert process.wait_for(2).error is None
+    assert process.pid != pid
+    assert "the grammar compiler was stopped, or hangs" in caplog.text
 
 
-def test_what_nests_too_deeply_is_said_in_words(checkpoint: Callable[[str], Path]) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
-    try:
-        process.submit(CompileRequest(1, "json", '{"anyOf":[' * 400 + '{"type":"integer"}' + "]}" * 400))
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        assert results[1].error == "the json nests too deeply"
-        assert not results[1].is_our_fault
-    finally:
-        process.shutdown()
+def test_what_nests_too_deeply_is_said_in_words(process: Observed) -> None:
+    process.submit(CompileRequest(1, "json", '{"anyOf":[' * 400 + '{"type":"integer"}' + "]}" * 400))
+    result = process.wait_for(1)
+    assert result.error == "the json nests too deeply"
+    assert not result.is_our_fault
 
 
 @pytest.mark.parametrize("status", [2 << 8, 127 << 8, signal.SIGSEGV, signal.SIGABRT], ids=str)
@@ -409,59 +353,39 @@ def test_a_job_without_memory_says_so(status: int) -> None:
     assert not result.is_our_fault
 
 
-def test_what_proves_slow_is_known(checkpoint: Callable[[str], Path]) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = recorded(checkpoint("tinypy"), results, arrived)
-    try:
-        process.submit(CompileRequest(1, "json", SLOW))
-        process.submit(CompileRequest(2, "regex", "a"))
-        assert process.begun.get(timeout=60) == 1, "in the last round"
-        with arrived:
-            assert arrived.wait_for(lambda: 2 in results, 60)
-        assert process.slow_jobs() == [1]
-        process.cancel(1)
-        assert process.slow_jobs() == []
-    finally:
-        process.shutdown()
+def test_what_proves_slow_is_known(process: Observed) -> None:
+    process.submit(CompileRequest(1, "json", SLOW))
+    process.submit(CompileRequest(2, "regex", "a"))
+    assert process.begun.get(timeout=60) == 1, "in the last round"
+    process.wait_for(2)
+    assert process.slow_jobs() == [1]
+    process.cancel(1)
+    assert process.slow_jobs() == []
 
 
-def test_a_stopped_job_is_begun_again(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_job_is_begun_again(process: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_process, "OVERDUE_SECONDS", COMPILE_SECONDS)
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = recorded(checkpoint("tinypy"), results, arrived)
-    try:
-        process.submit(CompileRequest(1, "json", SLOW))
-        assert process.begun.get(timeout=60) == 1
-        assert process.pid is not None
-        assert eventually(lambda: len(children(process.pid)) == 1)
-        (job,) = children(process.pid)
-        os.kill(job, signal.SIGSTOP)
-        assert process.begun.get(timeout=60) == 1
-        assert eventually(lambda: is_gone(job))
-        process.cancel(1)
-    finally:
-        process.shutdown()
+    process.submit(CompileRequest(1, "json", SLOW))
+    assert process.begun.get(timeout=60) == 1
+    assert process.pid is not None
+    assert eventually(lambda: len(children(process.pid)) == 1)
+    (job,) = children(process.pid)
+    os.kill(job, signal.SIGSTOP)
+    assert process.begun.get(timeout=60) == 1
+    assert eventually(lambda: is_gone(job))
+    process.cancel(1)
 
 
-def test_a_job_that_somebody_kills_is_our_fault(checkpoint: Callable[[str], Path]) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = recorded(checkpoint("tinypy"), results, arrived)
-    try:
-        process.submit(CompileRequest(1, "json", SLOW))
-        assert process.begun.get(timeout=60) == 1
-        assert process.pid is not None
-        assert eventually(lambda: len(children(process.pid)) == 1)
-        os.kill(children(process.pid)[0], signal.SIGKILL)
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        assert "was killed by SIGKILL" in (results[1].error or "")
-        assert results[1].is_our_fault
-        assert not results[1].cacheable
-    finally:
-        process.shutdown()
+def test_a_job_that_somebody_kills_is_our_fault(process: Observed) -> None:
+    process.submit(CompileRequest(1, "json", SLOW))
+    assert process.begun.get(timeout=60) == 1
+    assert process.pid is not None
+    assert eventually(lambda: len(children(process.pid)) == 1)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    result = process.wait_for(1)
+    assert "was killed by SIGKILL" in (result.error or "")
+    assert result.is_our_fault
+    assert not result.cacheable
 
 
 LIMITED = """#!{python}
@@ -477,114 +401,71 @@ os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 
 
 def test_it_compiles_where_it_was_started_with_low_priority_and_little_memory(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: Observed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"
     python.write_text(LIMITED.format(python=sys.executable))
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
     process._arguments.niceness = START_NICENESS
-    try:
-        process.submit(CompileRequest(1, "regex", "a"))
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        assert results[1].error is None
-        assert process.pid is not None
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) >= START_NICENESS + 3, "else this shows nothing"
-    finally:
-        process.shutdown()
+    process.submit(CompileRequest(1, "regex", "a"))
+    assert process.wait_for(1).error is None
+    assert process.pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) >= START_NICENESS + 3, "else this shows nothing"
 
 
 def test_it_is_there_before_the_first_grammar_and_again_after_its_death(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    process: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
     ready: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(process, "_on_ready", ready.put)
-    try:
-        process.start()
-        for _ in range(2):
-            assert ready.get(timeout=60)
-            strike(process)
+    process.start()
+    for _ in range(2):
         assert ready.get(timeout=60)
-        process.submit(CompileRequest(1, "regex", "a"))
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        assert results[1].error is None
-    finally:
-        process.shutdown()
+        process.strike()
+    assert ready.get(timeout=60)
+    process.submit(CompileRequest(1, "regex", "a"))
+    assert process.wait_for(1).error is None
 
 
-def test_the_compiler_loads_neither_torch_nor_models(checkpoint: Callable[[str], Path]) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
-    try:
-        process.submit(CompileRequest(1, "json_object", "true"))
-        with arrived:
-            assert arrived.wait_for(lambda: 1 in results, 60)
-        assert results[1].error is None
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-        assert "libxgrammar" in maps
-        assert "libtorch" not in maps
-    finally:
-        process.shutdown()
+def test_the_compiler_loads_neither_torch_nor_models(process: Observed) -> None:
+    process.submit(CompileRequest(1, "json_object", "true"))
+    assert process.wait_for(1).error is None
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "libxgrammar" in maps
+    assert "libtorch" not in maps
 
 
-def test_a_cancelled_job_makes_room_and_says_nothing(checkpoint: Callable[[str], Path]) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
-    try:
-        slow = json.dumps(PATHOLOGICAL["many optional properties"]["json"])
-        process.submit(CompileRequest(0, "regex", "a"))
-        with arrived:
-            assert arrived.wait_for(lambda: 0 in results, 60)
-        for job_id in range(1, 13):  # more than run at once
-            process.submit(CompileRequest(job_id, "json", slow))
-        for job_id in range(1, 13):
-            process.cancel(job_id)
-        process.submit(CompileRequest(13, "regex", "b"))
-        with arrived:
-            assert arrived.wait_for(lambda: 13 in results, 60)
-        assert results.keys() == {0, 13}
-        assert process.pid is not None
-        assert eventually(lambda: all(map(is_gone, children(process.pid))))
-        assert results.keys() == {0, 13}, "none ended by itself"
-    finally:
-        process.shutdown()
+def test_a_cancelled_job_makes_room_and_says_nothing(process: Observed) -> None:
+    process.submit(CompileRequest(0, "regex", "a"))
+    process.wait_for(0)
+    for job_id in range(1, 13):  # more than run at once
+        process.submit(CompileRequest(job_id, "json", SLOW))
+    for job_id in range(1, 13):
+        process.cancel(job_id)
+    process.submit(CompileRequest(13, "regex", "b"))
+    process.wait_for(13)
+    assert process.results.keys() == {0, 13}
+    assert process.pid is not None
+    assert eventually(lambda: all(map(is_gone, children(process.pid))))
+    assert process.results.keys() == {0, 13}, "none ended by itself"
 
 
 def test_a_failure_in_the_readers_thread_fails_what_waits_and_starts_afresh(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: Observed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results: dict[int, CompileResult] = {}
-    arrived = threading.Condition()
-    process = compiler(checkpoint("tinypy"), results, arrived)
-
     def fail(control: int) -> None:
         raise OSError("no process to be had")
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(process, "_start", fail)
-            process.submit(CompileRequest(1, "regex", "a"))
-            with arrived:
-                assert arrived.wait_for(lambda: 1 in results, 60)
-        assert results[1].is_our_fault
-        assert results[1].error == "the grammar compiler failed; the server's log says why"
-        assert "no process to be had" in caplog.text
-        with pytest.raises(UnicodeEncodeError):
-            process.submit(CompileRequest(2, "regex", "\ud800"))
-        process.submit(CompileRequest(3, "regex", "a"))
-        with arrived:
-            assert arrived.wait_for(lambda: 3 in results, 60)
-        assert results[3].error is None
-        assert results.keys() == {1, 3}
-    finally:
-        process.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_start", fail)
+        process.submit(CompileRequest(1, "regex", "a"))
+        result = process.wait_for(1)
+    assert result.is_our_fault
+    assert result.error == "the grammar compiler failed; the server's log says why"
+    assert "no process to be had" in caplog.text
+    with pytest.raises(UnicodeEncodeError):
+        process.submit(CompileRequest(2, "regex", "\ud800"))
+    process.submit(CompileRequest(3, "regex", "a"))
+    assert process.wait_for(3).error is None
+    assert process.results.keys() == {1, 3}
