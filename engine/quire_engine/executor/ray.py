@@ -36,6 +36,7 @@ from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, UsesGpu, W
 from quire_engine.models.served import read_checkpoint
 from quire_engine.system.extras import install_command
 from quire_engine.system.log_lines import log_to_stderr
+from quire_engine.worker.arguments import rank_state
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,7 @@ class RayExecutor(Executor):
         self._config = config
         self.num_stages = config.parallel.pipeline_parallel_size
         self._encoder = msgspec.msgpack.Encoder()
-        parallel = config.parallel
-        self._output_rank = ParallelState(
-            tensor_parallel_size=parallel.tensor_parallel_size, pipeline_parallel_size=parallel.pipeline_parallel_size
-        ).output_rank
+        self._output_rank = rank_state(config.parallel).output_rank
         self._submitted: deque[list[Any]] = deque()
         self._actors: list[Any] = []
         self._placement_group: Any = None
