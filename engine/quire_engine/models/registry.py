@@ -179,30 +179,21 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 """By family, names of fields in its files → those in most."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-TEXT_TYPES = {
+TEXT_TYPES: Mapping[str, tuple[str, ...]] = {
+    name: (f"{family}_text",) for name, family in ARCHITECTURES.items() if name.endswith("ForConditionalGeneration")
+} | {
     "AyaVisionForConditionalGeneration": ("cohere2", "cohere"),
     "Cohere2VisionForConditionalGeneration": ("cohere2",),
     "Exaone4_5_ForConditionalGeneration": ("exaone4", "exaone4_5_text"),
-    "Gemma3ForConditionalGeneration": ("gemma3_text",),
-    "Gemma3nForConditionalGeneration": ("gemma3n_text",),
-    "Gemma4ForConditionalGeneration": ("gemma4_text",),
-    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified_text",),
-    "Glm4vForConditionalGeneration": ("glm4v_text",),
-    "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
     "Idefics3ForConditionalGeneration": ("llama",),
     "InternVLForConditionalGeneration": ("qwen2", "llama", "qwen3", "qwen3_moe"),
-    "Llama4ForConditionalGeneration": ("llama4_text",),
     "LlavaForConditionalGeneration": ("llama", "mistral", "qwen2"),
     "LlavaNextForConditionalGeneration": ("llama", "mistral", "qwen2"),
     "LlavaOnevisionForConditionalGeneration": ("qwen2", "llama", "mistral"),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl"),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
-    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
     "SmolVLMForConditionalGeneration": ("llama",),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text",),
 }
 """Architecture of which the text model alone is served → what `model_type` its `text_config` may have; the first if it
 has none."""
