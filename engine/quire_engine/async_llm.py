@@ -468,12 +468,8 @@ class AsyncLLM:
         await self._call_utility(PinAdapter(self.adapters.pin(lora_name)))
 
     async def _find_adapter(self, lora_request: LoRARequest | Adapter | None) -> Adapter | None:
-        """The adapter that a request names. One that is not registered is read from its path first.
-
-        Raises:
-            UnknownAdapterError: it is not registered, and has no path.
-            RequestError, CheckpointError: as of `add_lora`.
-        """
+        """The adapter that a request names. One that is not registered is read from its path first. Raises
+        UnknownAdapterError if it is not registered and has no path, and the errors of `add_lora`."""
         if self.adapters.needs_reading(lora_request):
             return (await self.add_lora(lora_request)).adapter
         return self.adapters.find(lora_request)

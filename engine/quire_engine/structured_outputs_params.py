@@ -244,13 +244,8 @@ def _check_json_schema(schema: Any) -> None:
 
 
 def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int]) -> None:
-    """Reject references that lead only to each other: no text can match them.
-
-    Args:
-        schema: the whole.
-        part: the subschema to begin with.
-        leads_somewhere: ids of schemas that are known to be good; this function adds to them.
-    """
+    """Reject references that lead only to each other: no text can match them. `leads_somewhere` has the ids of schemas
+    that are known to be good; this function adds to them."""
     passed: list[str] = []
     seen: set[int] = set()
     while isinstance(part, dict) and id(part) not in leads_somewhere:

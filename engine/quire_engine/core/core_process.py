@@ -259,15 +259,9 @@ class EngineCoreProcess:
 
 
 def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> StructuredOutputManager | None:
-    """Start the grammar compiler along with the engine, so that it is ready when the engine is.
-
-    Args:
-        config: the engine core's settings.
-        is_restart: whether requests may be waiting for both; at the first start the loading of weights comes first.
-
-    Returns:
-        None when the checkpoint cannot be read, or generates nothing.
-    """
+    """Start the grammar compiler along with the engine, so that it is ready when the engine is. At a restart
+    (`is_restart`) requests may be waiting for both; at the first start the loading of weights comes first. Returns None
+    if the checkpoint cannot be read, or generates nothing."""
     try:
         checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
     except (CheckpointError, OSError, ValueError):

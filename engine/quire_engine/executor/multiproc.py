@@ -160,10 +160,7 @@ class MultiProcExecutor(Executor):
 
     def _wait_for_all(self, call_id: int) -> None:
         """Wait until all ranks have answered; or until one has failed, if those that wait for it cannot be freed.
-
-        Raises:
-            EngineDeadError: a rank has failed in a step that was submitted before.
-        """
+        Raises EngineDeadError if a rank has failed in a step that was submitted before."""
 
         def ready() -> bool:
             if len(self._answers.get(call_id, ())) == len(self._responses):

@@ -146,11 +146,8 @@ class RayExecutor(Executor):
         return device == "cuda"
 
     def _place(self) -> None:
-        """Reserve a CPU in the cluster for each rank, and a GPU if it computes on one.
-
-        Raises:
-            EngineError: the cluster has no room.
-        """
+        """Reserve a CPU in the cluster for each rank, and a GPU if it computes on one. Raises EngineError if the
+        cluster has no room."""
         world_size = self._config.parallel.world_size
         bundle = {"CPU": 1.0, "GPU": 1.0} if self._uses_gpu else {"CPU": 1.0}
         self._placement_group = self._ray.util.placement_group([bundle] * world_size, strategy="PACK")

@@ -222,11 +222,8 @@ class InputProcessor:
     def _pooled(
         self, prompt: Prompt, text: str | None, token_ids: list[int], params: PoolingParams
     ) -> tuple[str | None, list[int], PoolingParams]:
-        """The text, token ids and parameters of a request that is pooled; prompts of hidden states have no ids.
-
-        Raises:
-            RequestError: the text cannot be tokenized, or the checkpoint has no such prompt.
-        """
+        """The text, token ids and parameters of a request that is pooled; prompts of hidden states have no ids. Raises
+        RequestError if the text cannot be tokenized, or the checkpoint has no such prompt."""
         info = self._ready.pooling
         longest, limit = info.longest_prompt(self._ready.max_model_len), params.truncate_prompt_tokens
         if limit is not None and limit > longest:
@@ -283,10 +280,7 @@ class InputProcessor:
 
     def _embedded(self, tensor: Any, max_prompt_tokens: int | None) -> tuple[list[int], list[PromptPart]]:
         """Placeholder ids and parts of a prompt of hidden states, the last `max_prompt_tokens` of them. Each KV block
-        is a part, so that prompts share the blocks of a common prefix.
-
-        Raises:
-            RequestError: it is not such a tensor.
+        is a part, so that prompts share the blocks of a common prefix. Raises RequestError if it is not such a tensor.
         """
         name, size, max_model_len = "prompt_embeds", self._ready.hidden_size, self._ready.max_model_len
         shape = tuple(getattr(tensor, "shape", ()))
@@ -321,11 +315,8 @@ class InputProcessor:
         return self.images.insert(token_ids, images)
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """The number of tokens to truncate the prompt to; None: do not truncate.
-
-        Raises:
-            RequestError: it is too large.
-        """
+        """The number of tokens to truncate the prompt to; None: do not truncate. Raises RequestError if it is too
+        large."""
         number, max_model_len = params.truncate_prompt_tokens, self._ready.max_model_len
         if number == -1:
             return max(1, max_model_len - (params.max_tokens or 1))
@@ -336,11 +327,7 @@ class InputProcessor:
         return number
 
     def _check_that_something_is_left(self, params: SamplingParams) -> None:
-        """Reject a request whose parameters exclude every token that they allow.
-
-        Raises:
-            RequestError: `min_tokens` and `bad_words` leave nothing of `allowed_token_ids`.
-        """
+        """Raise RequestError if `min_tokens` and `bad_words` leave nothing of `allowed_token_ids`."""
         if params.allowed_token_ids is None:
             return
         excluded = {token_ids[0] for token_ids in params.bad_words_token_ids if len(token_ids) == 1}
@@ -356,11 +343,8 @@ class InputProcessor:
             )
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
-        """Token ids of each word at the beginning of a text and, if they differ, after a space.
-
-        Raises:
-            RequestError: a word has no tokens.
-        """
+        """Token ids of each word at the beginning of a text and, if they differ, after a space. Raises RequestError if
+        a word has no tokens."""
         sequences: list[list[int]] = []
         for word in bad_words:
             plain, spaced = (
@@ -387,11 +371,8 @@ class InputProcessor:
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize a whole text. One that cannot fit is rejected before it costs seconds.
-
-        Raises:
-            RequestError: it is too long, or the tokenizer fails.
-        """
+        """Tokenize a whole text. One that cannot fit is rejected before it costs seconds. Raises RequestError if it is
+        too long, or the tokenizer fails."""
         max_model_len = self._ready.max_model_len
         if len(text) > self._max_characters:
             raise RequestError.of(

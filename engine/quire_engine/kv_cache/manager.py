@@ -523,13 +523,8 @@ class KVCacheManager:
 
 
 class _CachedBlocks:
-    """The blocks that hold a prefix for one group of layers, each looked up at its first use.
-
-    Args:
-        pool: to look in.
-        block_hashes: of the prefix.
-        suffix: of the group's hashes.
-    """
+    """The blocks that hold a prefix for one group of layers, each looked up at its first use. `suffix` is that of the
+    group's hashes."""
 
     def __init__(self, pool: BlockPool, block_hashes: list[bytes], suffix: bytes) -> None:
         self._pool = pool

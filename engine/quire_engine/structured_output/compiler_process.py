@@ -263,11 +263,8 @@ class CompilerProcess:
         return start_module(module, self._arguments, stdout=control, environment=threads)
 
     def _await_ready(self, control: socket.socket) -> str | None:
-        """Wait until the process has started. Returns an error if it can never work.
-
-        Raises:
-            ConnectionError: the process has died, or hangs.
-        """
+        """Wait until the process has started. Returns an error if it can never work. Raises ConnectionError if the
+        process has died, or hangs."""
         self._on_start()
         control.settimeout(START_SECONDS)
         try:
