@@ -243,9 +243,9 @@ class InputProcessor:
         if limit is None and second is None:
             return text, self._encode(whole, "prompt", add_special_tokens=True), params
         if limit is None and len(whole) + len(second or "") > self._max_characters:
-            raise RequestError.of(
+            raise RequestError(
                 "prompt",
-                f"and pair have {len(whole) + len(second or '')} characters, which cannot fit; with "
+                f"prompt and pair have {len(whole) + len(second or '')} characters, which cannot fit; with "
                 f"max_model_len={self._ready.max_model_len} they must have at most {self._max_characters}",
             )
         most = 2 * self._max_characters  # the cut is far behind the last tokens that are kept
