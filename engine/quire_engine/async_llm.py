@@ -469,12 +469,8 @@ class AsyncLLM:
         await self._call_utility(PinAdapter(self.adapters.pin(lora_name)))
 
     async def _find_adapter(self, lora_request: LoRARequest | Adapter | None) -> Adapter | None:
-        """The adapter that a request names. One that is not registered is read from its path first.
-
-        Raises:
-            UnknownAdapterError: it is not registered, and has no path.
-            RequestError, CheckpointError: as of `add_lora`.
-        """
+        """The adapter that a request names. One that is not registered is read from its path first. Raises
+        UnknownAdapterError if it is not registered and has no path, and the errors of `add_lora`."""
         if self.adapters.needs_reading(lora_request):
             return (await self.add_lora(lora_request)).adapter
         return self.adapters.find(lora_request)
@@ -498,9 +494,9 @@ class AsyncLLM:
             EngineError: an engine cannot sleep. All are awake, unless `sleep_level` says otherwise.
         """
         if type(level) is not int or level not in (1, 2):
-            raise RequestError("level", f"level is {quote(level)}; it must be 1 (KV cache) or 2 (weights as well)")
+            raise RequestError.of("level", f"is {quote(level)}; it must be 1 (KV cache) or 2 (weights as well)")
         if mode not in ("wait", "abort"):
-            raise RequestError("mode", f"mode is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
+            raise RequestError.of("mode", f"is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
         await self._start_alive()
         await self._client.calls.sleep(level, self._abort_all if mode == "abort" else None)
 
@@ -537,7 +533,7 @@ class AsyncLLM:
         """
         if not (isinstance(weights_path, str) and weights_path.startswith("/") and is_text(weights_path)):
             path = quote(weights_path)
-            raise RequestError("weights_path", f"weights_path is {path}; it must be the absolute path of a checkpoint")
+            raise RequestError.of("weights_path", f"is {path}; it must be the absolute path of a checkpoint")
         await self._start_alive()
         config = replace(self.config, model=replace(self.config.model, model=weights_path))
         try:
@@ -547,7 +543,7 @@ class AsyncLLM:
                 config.model.model_impl,
             )  # fmt: skip
         except (OSError, CheckpointError) as error:
-            raise RequestError("weights_path", f"weights_path is {quote(weights_path)}: {error}") from None
+            raise RequestError.of("weights_path", f"is {quote(weights_path)}: {error}") from None
         await self._client.update_weights(config)
 
     async def is_sleeping(self) -> bool:

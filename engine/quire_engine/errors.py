@@ -64,6 +64,11 @@ class RequestError(EngineError, ValueError):
         super().__init__(message)
         self.parameter = parameter
 
+    @classmethod
+    def of(cls, parameter: str, what: str) -> "RequestError":
+        """The error with a message of the parameter's name and what is wrong: "is …", or after a colon ": …"."""
+        return cls(parameter, f"{parameter}{what}" if what.startswith(":") else f"{parameter} {what}")
+
 
 class CheckpointError(EngineError, ValueError):
     """A model folder cannot be served: a file is missing, truncated, or of an architecture that is not known."""

@@ -1,5 +1,6 @@
 """LLM: the engine for offline use. Same engine core, same process, no server."""
 
+import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,19 +81,14 @@ class LLM:
 
                 gc.freeze()  # the first collection would walk all that was imported
             tokenizer = loading.result()
-        self._kv_memory = KVMemory(config)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            self._kv_memory = KVMemory(config)
+            on_failure.callback(self._kv_memory.close)
             self._core = build_engine(self._kv_memory.config.core)
-        except BaseException:
-            self._kv_memory.close()
-            raise
-        try:
+            on_failure.callback(self._core.shutdown)
             self._adapters = AdapterRegistry(config.lora, self._core.ready.adaptable)
             images = make_image_encoder(config, tokenizer)
-        except BaseException:
-            self._core.shutdown()
-            self._kv_memory.close()
-            raise
+            on_failure.pop_all()
         self._inputs = InputProcessor(tokenizer, self._core.ready, images=images)
         self._outputs = OutputProcessor(tokenizer)
 

@@ -68,29 +68,24 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         for name, type_, allowed in _TYPES:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, type_) or (type_ is int and isinstance(value, bool))):
-                raise RequestError(name, f"{name} is {quote(value)}; it must be {allowed}")
+                raise RequestError.of(name, f"is {quote(value)}; it must be {allowed}")
         if self.task is not None and self.task not in TASKS:
-            raise RequestError("task", f"task is {quote(self.task)}; it must be one of {', '.join(TASKS)}")
+            raise RequestError.of("task", f"is {quote(self.task)}; it must be one of {', '.join(TASKS)}")
         if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
-            raise RequestError(
-                "pooling_type",
-                f"pooling_type is {quote(self.pooling_type)}; it must be one of {', '.join(POOLING_TYPES)}",
+            raise RequestError.of(
+                "pooling_type", f"is {quote(self.pooling_type)}; it must be one of {', '.join(POOLING_TYPES)}"
             )
         number = self.truncate_prompt_tokens
         if number is not None and number != -1 and not 0 < number < 2**31:
-            raise RequestError(
-                "truncate_prompt_tokens", f"truncate_prompt_tokens is {quote(number)}; it must be at least 1, or -1"
-            )
+            raise RequestError.of("truncate_prompt_tokens", f"is {quote(number)}; it must be at least 1, or -1")
         if self.dimensions is not None and not 0 < self.dimensions < 2**31:
-            raise RequestError("dimensions", f"dimensions is {quote(self.dimensions)}; it must be at least 1")
+            raise RequestError.of("dimensions", f"is {quote(self.dimensions)}; it must be at least 1")
         tag = self.step_tag_id
         if tag is not None and not 0 <= tag < 2**31:
-            raise RequestError("step_tag_id", f"step_tag_id is {quote(tag)}; it must be a token id, from 0 on")
+            raise RequestError.of("step_tag_id", f"is {quote(tag)}; it must be a token id, from 0 on")
         ids = self.returned_token_ids
         if ids is not None and (not ids or not all(type(one) is int and 0 <= one < 2**31 for one in ids)):
-            raise RequestError(
-                "returned_token_ids", f"returned_token_ids is {quote(ids)}; it must be a list of integers from 0 on"
-            )
+            raise RequestError.of("returned_token_ids", f"is {quote(ids)}; it must be a list of integers from 0 on")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "PoolingParams":
@@ -168,7 +163,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         task = params.task or (self.tasks[0] if self.tasks else None)
         if task is None or task not in self.tasks:
             can = ", ".join((*self.tasks, *(["generate"] if self.can_generate else [])))
-            raise RequestError("task", f"task is {quote(params.task)}; this model offers {can}")
+            raise RequestError.of("task", f"is {quote(params.task)}; this model offers {can}")
         is_head, is_token = task in HEAD_TASKS, task in TOKEN_TASKS
         step_tag_id = self.step_tag_id if params.step_tag_id is None else params.step_tag_id
         pooling_type = params.pooling_type or self.pooling_type
@@ -176,18 +171,14 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             pooling_type = "ALL" if step_tag_id is None else "STEP"
         if is_token != (pooling_type in ("ALL", "STEP")):
             allowed = "ALL or STEP" if is_token else ", ".join(POOLING_TYPES[:-2])
-            raise RequestError(
-                "pooling_type", f"pooling_type is {quote(pooling_type)}; for the task {task} it must be {allowed}"
-            )
+            raise RequestError.of("pooling_type", f"is {quote(pooling_type)}; for the task {task} it must be {allowed}")
         if pooling_type == "STEP" and step_tag_id is None:
-            raise RequestError("step_tag_id", "step_tag_id is missing; pooling_type STEP needs it")
+            raise RequestError.of("step_tag_id", "is missing; pooling_type STEP needs it")
         self._check_dimensions(params.dimensions, task)
         columns = self.returned_token_ids if params.returned_token_ids is None else params.returned_token_ids
         if columns is not None and (not is_head or max(columns) >= max(len(self.labels), 1)):
             size = len(self.labels) if is_head else 0
-            raise RequestError(
-                "returned_token_ids", f"returned_token_ids is {quote(columns)}; this task has {size} columns of a head"
-            )
+            raise RequestError.of("returned_token_ids", f"is {quote(columns)}; this task has {size} columns of a head")
         return msgspec.structs.replace(
             params,
             task=task,
@@ -221,14 +212,12 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         if dimensions is None:
             return
         if task in HEAD_TASKS:
-            raise RequestError("dimensions", f"dimensions is {dimensions}; the task {task} returns no embedding to cut")
+            raise RequestError.of("dimensions", f"is {dimensions}; the task {task} returns no embedding to cut")
         if self.dimensions and dimensions not in self.dimensions:
             allowed = ", ".join(map(str, self.dimensions))
-            raise RequestError("dimensions", f"dimensions is {dimensions}; for this model it must be one of {allowed}")
+            raise RequestError.of("dimensions", f"is {dimensions}; for this model it must be one of {allowed}")
         if dimensions > self.embedding_size:
-            raise RequestError(
-                "dimensions", f"dimensions is {dimensions}; embeddings of this model have {self.embedding_size}"
-            )
+            raise RequestError.of("dimensions", f"is {dimensions}; embeddings of this model have {self.embedding_size}")
 
     def prompt(self, name: str | None) -> str:
         """What to put before a text.
@@ -241,7 +230,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             return ""
         if name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            raise RequestError("prompt_name", f"prompt_name is {quote(name)}; the checkpoint's prompts are: {known}")
+            raise RequestError.of("prompt_name", f"is {quote(name)}; the checkpoint's prompts are: {known}")
         return self.prompts[name]
 
 

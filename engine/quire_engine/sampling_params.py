@@ -300,12 +300,12 @@ def _require_type(name: str, value: object, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise RequestError(name, f"{name} is {quote(value)}: {error}") from None
+        raise RequestError.of(name, f"is {quote(value)}: {error}") from None
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(name, f"{name} is {cut(str(value))}; it must be {allowed}")
+        raise RequestError.of(name, f"is {cut(str(value))}; it must be {allowed}")
 
 
 def convert_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def convert_parameter(name: str, value: Any) -> Any:
         return _string_list(name, value)
     if kind == list[int]:
         if not isinstance(value, list | tuple):
-            raise RequestError(name, f"{name} is {quote(value)}; it must be a list of token ids")
+            raise RequestError.of(name, f"is {quote(value)}; it must be a list of token ids")
         return [_number(name, item, int) for item in value]
     if kind == dict[int, float]:
         return _bias_of_token_ids(name, value)
@@ -348,7 +348,7 @@ def convert_parameter(name: str, value: Any) -> Any:
         return _boolean(name, value)
     if kind is str:
         if not isinstance(value, str):
-            raise RequestError(name, f"{name} is {quote(value)}; it must be a string")
+            raise RequestError.of(name, f"is {quote(value)}; it must be a string")
         return value
     return _number(name, value, kind)
 
@@ -366,23 +366,23 @@ def _check_neutral(name: str, value: Any) -> None:
         is_neutral = _number(name, value, float) == neutral
     if not is_neutral:
         allowed = "null" if neutral is None else str(neutral).lower()
-        raise RequestError(name, f"{name} is {quote(value)}; it is not offered here: leave it out, or {allowed}")
+        raise RequestError.of(name, f"is {quote(value)}; it is not offered here: leave it out, or {allowed}")
 
 
 def _string_list(name: str, value: Any) -> list[str]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise RequestError(name, f"{name} is {quote(value)}; it must be a string or a list of strings")
+        raise RequestError.of(name, f"is {quote(value)}; it must be a string or a list of strings")
     # An input tensor cannot be empty over HTTP: clients that want none, such as TensorRT-LLM's, send one empty string.
     return [] if list(items) == [""] else list(items)
 
 
 def _bias_of_token_ids(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(name, f"{name} is {quote(value)}; it must be an object of token id and bias")
+        raise RequestError.of(name, f"is {quote(value)}; it must be an object of token id and bias")
     converted = {_number(name, token_id, int): _number(name, bias, float) for token_id, bias in value.items()}
     if len(converted) < len(value):
-        raise RequestError(name, f"{name} is {quote(value)}; it must be an object that holds each token id once")
+        raise RequestError.of(name, f"is {quote(value)}; it must be an object that holds each token id once")
     return converted
 
 
@@ -395,7 +395,7 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
         return RequestOutputKind(_number(name, value, int))
     except ValueError:
         kinds = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
-        raise RequestError(name, f"{name} is {quote(value)}; it must be one of {kinds}") from None
+        raise RequestError.of(name, f"is {quote(value)}; it must be one of {kinds}") from None
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -403,7 +403,7 @@ def _boolean(name: str, value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
         return value.lower() in ("true", "1")
-    raise RequestError(name, f"{name} is {quote(value)}; it must be true or false")
+    raise RequestError.of(name, f"is {quote(value)}; it must be true or false")
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
@@ -425,4 +425,4 @@ def _number(name: str, value: Any, kind: type) -> Any:
         wanted = "a number" if kind is float else "an integer"
         if wanted == "an integer" and isinstance(value, float) and abs(value) > 2**53:
             wanted = "an integer, and one of so many digits has to come as a string"
-        raise RequestError(name, f"{name} is {quote(value)}; it must be {wanted}") from None
+        raise RequestError.of(name, f"is {quote(value)}; it must be {wanted}") from None

@@ -132,9 +132,7 @@ def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO, *, has_output_to
     """
     of_class = classes.get(slo.slo_class)
     if of_class is None:
-        raise RequestError(
-            "slo_class", f"slo_class is {slo.slo_class[:100]!r}; this model has {', '.join(sorted(classes))}"
-        )
+        raise RequestError.of("slo_class", f"is {slo.slo_class[:100]!r}; this model has {', '.join(sorted(classes))}")
     own = {name: value for name in _TIMES if (value := getattr(slo, name)) is not None}
     for name, value in own.items():
         if not _is_time(value):

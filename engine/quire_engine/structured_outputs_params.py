@@ -106,7 +106,7 @@ class StructuredOutputsParams(
             if isinstance(error.__cause__, RequestError):
                 raise error.__cause__ from None
             reason = _MSGSPEC_TYPE.sub(lambda match: _JSON_TYPES[match[0]], str(error)).replace("`", "")
-            raise RequestError("structured_outputs", f"structured_outputs: {reason}") from None
+            raise RequestError.of("structured_outputs", f": {reason}") from None
 
     @property
     def kind(self) -> str:
@@ -122,20 +122,20 @@ class StructuredOutputsParams(
         try:
             return msgspec.json.encode(value).decode()
         except (RecursionError, TypeError, ValueError) as error:
-            raise RequestError("structured_outputs", f"structured_outputs: {self.kind} is no JSON: {error}") from None
+            raise RequestError.of("structured_outputs", f": {self.kind} is no JSON: {error}") from None
 
 
 def _reject(what: str, allowed: str) -> NoReturn:
-    raise RequestError("structured_outputs", f"structured_outputs is {what}; it must be {allowed}")
+    raise RequestError.of("structured_outputs", f"is {what}; it must be {allowed}")
 
 
 def _decode_json(name: str, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except RecursionError:
-        raise RequestError("structured_outputs", f"structured_outputs: {name} nests too deeply") from None
+        raise RequestError.of("structured_outputs", f": {name} nests too deeply") from None
     except ValueError as error:
-        raise RequestError("structured_outputs", f"structured_outputs: {name} is no JSON: {error}") from None
+        raise RequestError.of("structured_outputs", f": {name} is no JSON: {error}") from None
 
 
 def schemas_of_tag(tag: Any) -> list[dict[str, Any]]:
@@ -244,13 +244,8 @@ def _check_json_schema(schema: Any) -> None:
 
 
 def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int]) -> None:
-    """Reject references that lead only to each other: no text can match them.
-
-    Args:
-        schema: the whole.
-        part: the subschema to begin with.
-        leads_somewhere: ids of schemas that are known to be good; this function adds to them.
-    """
+    """Reject references that lead only to each other: no text can match them. `leads_somewhere` has the ids of schemas
+    that are known to be good; this function adds to them."""
     passed: list[str] = []
     seen: set[int] = set()
     while isinstance(part, dict) and id(part) not in leads_somewhere:
@@ -287,16 +282,13 @@ def resolve_reference(schema: Any, reference: str) -> Any:
 
 
 def _unsupported(place: _Place | None, what: str) -> RequestError:
-    return RequestError(
-        "structured_outputs",
-        f"structured_outputs: the json schema uses {what} at {_path(place)}, which cannot be enforced",
+    return RequestError.of(
+        "structured_outputs", f": the json schema uses {what} at {_path(place)}, which cannot be enforced"
     )
 
 
 def _malformed(place: _Place | None, name: str, allowed: str) -> RequestError:
-    return RequestError(
-        "structured_outputs", f"structured_outputs: {name!r} of the json schema, at {_path(place)}, must be {allowed}"
-    )
+    return RequestError.of("structured_outputs", f": {name!r} of the json schema, at {_path(place)}, must be {allowed}")
 
 
 def _path(place: _Place | None) -> str:

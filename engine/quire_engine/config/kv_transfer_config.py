@@ -173,15 +173,8 @@ class KVTransferConfig:
 
 
 def _storage_of(connector: Any, extra: Any, shared: Sequence[str] = ()) -> StorageConfig:
-    """A connector's settings, as they stand in `model.json`.
-
-    Args:
-        connector: its name.
-        extra: its `kv_connector_extra_config`.
-        shared: settings that all connectors have; empty for one of several, where they stand outside.
-
-    Raises:
-        ValueError: one of the two is wrong.
+    """A connector's settings, as they stand in `model.json`. All connectors have the `shared` settings; these are empty
+    for one of several, where they stand outside. Raises ValueError if the connector or its `extra` settings are wrong.
     """
     names = [name for name in _OWN if shared or name != "MultiConnector"]
     is_known = isinstance(connector, str) and connector in names

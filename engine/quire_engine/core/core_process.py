@@ -134,9 +134,12 @@ class EngineCoreProcess:
                 else:
                     self._send_stats()
             else:
-                self._wait()
+                self._rest()
+                self._receive()
+                if not self._core.has_requests():
+                    self._send_stats()
 
-    def _wait(self) -> None:
+    def _rest(self) -> None:
         """Block until a message comes, a grammar is ready, or a request that waits for one is overdue; for a short
         time while something is being loaded.
 
@@ -146,16 +149,19 @@ class EngineCoreProcess:
         adapters = self._core.scheduler.adapters
         if self._core.scheduler.requests or (adapters is not None and adapters.is_loading):
             seconds = self._core.scheduler.seconds_until_overdue()
-            self._poller.poll(WAITING_TURN_MS if seconds is None else min(math.ceil(1000 * seconds), WAITING_TURN_MS))
-        elif not self._poller.poll(IDLE_CHECK_MS):
+            self._poll(WAITING_TURN_MS if seconds is None else min(math.ceil(1000 * seconds), WAITING_TURN_MS))
+        elif not self._poll(IDLE_CHECK_MS):
             self._check_integrity()
             self._send_stats()
-            self._poller.poll()
+            self._poll()
+
+    def _poll(self, milliseconds: int | None = None) -> bool:
+        """Block until something comes, for so long at most; returns whether it did."""
+        has_come = bool(self._poller.poll(milliseconds))
         self._core.executor.check_health()
-        self._core.structured_output.drain()
-        self._receive()
-        if not self._core.has_requests():
-            self._send_stats()
+        if has_come:
+            self._core.structured_output.drain()
+        return has_come
 
     def _check_integrity(self) -> None:
         try:
@@ -253,15 +259,9 @@ class EngineCoreProcess:
 
 
 def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> StructuredOutputManager | None:
-    """Start the grammar compiler along with the engine, so that it is ready when the engine is.
-
-    Args:
-        config: the engine core's settings.
-        is_restart: whether requests may be waiting for both; at the first start the loading of weights comes first.
-
-    Returns:
-        None when the checkpoint cannot be read, or generates nothing.
-    """
+    """Start the grammar compiler along with the engine, so that it is ready when the engine is. At a restart
+    (`is_restart`) requests may be waiting for both; at the first start the loading of weights comes first. Returns None
+    if the checkpoint cannot be read, or generates nothing."""
     try:
         checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
     except (CheckpointError, OSError, ValueError):

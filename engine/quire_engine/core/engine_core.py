@@ -195,11 +195,8 @@ class EngineCore:
         return stats
 
     def _submit_steps(self) -> list[EngineCoreOutput] | None:
-        """Submit steps until the executor is full, or nothing is left to compute.
-
-        Returns:
-            The outputs of the recovery if a step failed, else None.
-        """
+        """Submit steps until the executor is full, or nothing is left to compute. Returns the outputs of the recovery
+        if a step failed, else None."""
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
             began_at = time.perf_counter()
             scheduler_output = self.scheduler.schedule(self._generation)

@@ -7,14 +7,13 @@ A turn of its loop::
         └────────────────────────────────────────────────────────┘ wait for them, or for messages
 """
 
-import math
 import os
 import time
 
 import msgspec
 import zmq
 
-from quire_engine.core.core_process import IDLE_CHECK_MS, WAITING_TURN_MS, EngineCoreProcess, main
+from quire_engine.core.core_process import WAITING_TURN_MS, EngineCoreProcess, main
 from quire_engine.ipc.lockstep import Lockstep
 from quire_engine.ipc.semaphore import SPIN_SECONDS
 from quire_engine.messages import ProcessArguments, TakeSnapshot
@@ -89,24 +88,6 @@ class LockstepProcess(EngineCoreProcess):
         outputs = self._core.step(self._group.generation)
         if had_requests or outputs.outputs:
             self._send_outputs(outputs)
-
-    def _rest(self) -> None:
-        """Block until a message comes, another engine calls, or a request that waits for a grammar can go on."""
-        if self._core.scheduler.requests:
-            seconds = self._core.scheduler.seconds_until_overdue()
-            overdue_ms = WAITING_TURN_MS if seconds is None else math.ceil(1000 * max(seconds, 0.0))
-            self._poll(min(overdue_ms, WAITING_TURN_MS))
-        elif not self._poll(IDLE_CHECK_MS):
-            self._check_integrity()
-            self._poll()
-
-    def _poll(self, milliseconds: int | None = None) -> bool:
-        """Block until something comes; returns whether it did."""
-        if not self._poller.poll(milliseconds):
-            return False
-        self._core.executor.check_health()
-        self._core.structured_output.drain()
-        return True
 
     def _report(self) -> None:
         """Send at once what others wait for: the next step may take long, or wait for an engine that is started."""

@@ -21,7 +21,6 @@ from collections.abc import Callable
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
-from quire_engine.distributed import ParallelState
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
 from quire_engine.executor.base import Executor
 from quire_engine.executor.worker_processes import WorkerProcesses
@@ -41,6 +40,7 @@ from quire_engine.messages import (
     WorkerRequest,
     WorkerResponse,
 )
+from quire_engine.worker.arguments import rank_state
 
 READY = 0
 """Call id of the message by which a worker reports that it is ready."""
@@ -66,10 +66,7 @@ class MultiProcExecutor(Executor):
         expert_group: LockstepHandle | None = None,
     ) -> None:
         self.num_stages = config.parallel.pipeline_parallel_size
-        parallel = config.parallel
-        self._output_rank = ParallelState(
-            tensor_parallel_size=parallel.tensor_parallel_size, pipeline_parallel_size=parallel.pipeline_parallel_size
-        ).output_rank
+        self._output_rank = rank_state(config.parallel).output_rank
         self._next_call_id = READY + 1
         self._submitted: collections.deque[int] = collections.deque()
         self._answers: dict[int, dict[int, WorkerResponse]] = {}
@@ -163,10 +160,7 @@ class MultiProcExecutor(Executor):
 
     def _wait_for_all(self, call_id: int) -> None:
         """Wait until all ranks have answered; or until one has failed, if those that wait for it cannot be freed.
-
-        Raises:
-            EngineDeadError: a rank has failed in a step that was submitted before.
-        """
+        Raises EngineDeadError if a rank has failed in a step that was submitted before."""
 
         def ready() -> bool:
             if len(self._answers.get(call_id, ())) == len(self._responses):

@@ -36,6 +36,7 @@ from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, UsesGpu, W
 from quire_engine.models.served import read_checkpoint
 from quire_engine.system.extras import install_command
 from quire_engine.system.log_lines import log_to_stderr
+from quire_engine.worker.arguments import rank_state
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,7 @@ class RayExecutor(Executor):
         self._config = config
         self.num_stages = config.parallel.pipeline_parallel_size
         self._encoder = msgspec.msgpack.Encoder()
-        parallel = config.parallel
-        self._output_rank = ParallelState(
-            tensor_parallel_size=parallel.tensor_parallel_size, pipeline_parallel_size=parallel.pipeline_parallel_size
-        ).output_rank
+        self._output_rank = rank_state(config.parallel).output_rank
         self._submitted: deque[list[Any]] = deque()
         self._actors: list[Any] = []
         self._placement_group: Any = None
@@ -148,11 +146,8 @@ class RayExecutor(Executor):
         return device == "cuda"
 
     def _place(self) -> None:
-        """Reserve a CPU in the cluster for each rank, and a GPU if it computes on one.
-
-        Raises:
-            EngineError: the cluster has no room.
-        """
+        """Reserve a CPU in the cluster for each rank, and a GPU if it computes on one. Raises EngineError if the
+        cluster has no room."""
         world_size = self._config.parallel.world_size
         bundle = {"CPU": 1.0, "GPU": 1.0} if self._uses_gpu else {"CPU": 1.0}
         self._placement_group = self._ray.util.placement_group([bundle] * world_size, strategy="PACK")

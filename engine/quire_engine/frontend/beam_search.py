@@ -60,7 +60,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             ("early_stopping", self.early_stopping in (True, False, "never"), "true, false or 'never'"),
         ):
             if not ok:
-                raise RequestError(name, f"{name} is {getattr(self, name)}; it must be {allowed}")
+                raise RequestError.of(name, f"is {getattr(self, name)}; it must be {allowed}")
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class BeamSearch:
     ) -> None:
         if request.prompt_parts:
             name = "multi_modal_data" if request.encode_seconds else "prompt_embeds"
-            raise RequestError(name, f"{name} is given with a beam search, which takes token ids")
+            raise RequestError.of(name, "is given with a beam search, which takes token ids")
         self.params = params
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.beams = [BeamSearchSequence(list(request.prompt_token_ids), 0.0)]
@@ -123,9 +123,9 @@ class BeamSearch:
         self._num_candidates = max(2, 1 + len(self._eos_token_ids)) * params.beam_width
         num_logprobs = min(self._num_candidates, ready.vocab_size)
         if num_logprobs > MAX_BEAM_LOGPROBS:
-            raise RequestError(
+            raise RequestError.of(
                 "beam_width",
-                f"beam_width is {params.beam_width}; with {len(self._eos_token_ids)} end-of-sequence tokens it must be "
+                f"is {params.beam_width}; with {len(self._eos_token_ids)} end-of-sequence tokens it must be "
                 f"at most {MAX_BEAM_LOGPROBS // (1 + len(self._eos_token_ids))}",
             )
         self.step_params = SamplingParams(

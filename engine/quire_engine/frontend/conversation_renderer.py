@@ -53,13 +53,13 @@ class ConversationRenderer:
             text = self._render(template, fitted, self._tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
-            raise RequestError(name, f"{name}: the chat template failed: {reason}") from None
+            raise RequestError.of(name, f": the chat template failed: {reason}") from None
         if images and self._placeholder is not None and text.count(self._placeholder) < len(images):
             roles = {str(message.get("role")) for message in split
                      if isinstance(message.get("content"), list) and PLACE in message["content"]}  # fmt: skip
-            raise RequestError(
+            raise RequestError.of(
                 name,
-                f"{name} holds images in messages of the role {' and '.join(sorted(roles))}, and the model's chat "
+                f"holds images in messages of the role {' and '.join(sorted(roles))}, and the model's chat "
                 "template leaves some of them out; give these in a message of the role user",
             )
         return text, images
@@ -88,27 +88,25 @@ class ConversationRenderer:
         reserved = next((key for key in conversation.chat_template_kwargs if key in _TEMPLATE_ARGUMENTS), None)
         if reserved is not None:
             kwargs = "chat_template_kwargs"
-            raise RequestError(kwargs, f"{kwargs} holds {reserved!r}, which a request cannot set")
+            raise RequestError.of(kwargs, f"holds {reserved!r}, which a request cannot set")
         for message in messages:
             if not isinstance(message, Mapping):
-                raise RequestError(name, f"{name} holds {quote(message)}; it must hold objects with role and content")
+                raise RequestError.of(name, f"holds {quote(message)}; it must hold objects with role and content")
         if not messages:
-            raise RequestError(name, f"{name} is empty; it must hold at least one message")
+            raise RequestError.of(name, "is empty; it must hold at least one message")
         split, images = split_images(messages, conversation.images)
         if images and self._placeholder is None:
-            raise RequestError(name, f"{name} holds images; {self._why_no_images}")
+            raise RequestError.of(name, f"holds images; {self._why_no_images}")
         if any(isinstance(image, str) for image in images):
-            raise RequestError(
-                name, f"{name} holds the URL of an image, which the engine does not fetch; give a data: URL"
-            )
+            raise RequestError.of(name, "holds the URL of an image, which the engine does not fetch; give a data: URL")
         self._check_size(split)
         return split, images
 
     def _check_size(self, messages: Sequence[Mapping[str, Any]]) -> None:
         if len(messages) >= self._max_model_len:
-            raise RequestError(
+            raise RequestError.of(
                 "messages",
-                f"messages has {len(messages)} messages, which cannot fit; with max_model_len={self._max_model_len} "
+                f"has {len(messages)} messages, which cannot fit; with max_model_len={self._max_model_len} "
                 "it must have fewer than that",
             )
         num_characters = 0
@@ -121,8 +119,8 @@ class ConversationRenderer:
             elif isinstance(value, Mapping):
                 pending += value.values()
         if num_characters > self._max_characters:
-            raise RequestError(
+            raise RequestError.of(
                 "messages",
-                f"messages has more than {self._max_characters} characters, which cannot fit "
+                f"has more than {self._max_characters} characters, which cannot fit "
                 f"max_model_len={self._max_model_len} tokens",
             )

@@ -95,11 +95,8 @@ def read_default_sampling_params(folder: str, source: str, override: Mapping[str
 
 
 def _values(stored: Mapping[str, Any], error: type[Exception], where: str, mend: str) -> dict[str, Any]:
-    """The default sampling parameters among the fields of a generation configuration, under our names.
-
-    Raises:
-        error: a value is out of its range.
-    """
+    """The default sampling parameters among the fields of a generation configuration, under our names. Raises `error`
+    if a value is out of its range."""
     values = {
         "max_tokens" if name == "max_new_tokens" else name: stored[name]
         for name in FIELDS

@@ -107,15 +107,14 @@ class InputProcessor:
             params = msgspec.structs.replace(params, priority=priority)
         deadline_ms = options.deadline_ms
         if deadline_ms is not None and not 0 < deadline_ms < math.inf:
-            raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
+            raise RequestError.of("deadline_ms", f"is {deadline_ms}; it must be a number above 0")
         if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
             options = msgspec.structs.replace(options, deadline_ms=None)
         slo_targets = resolve(self._slo_classes, options.slo, has_output_tokens=resolved is None)
         images = _images(prompt)
         if images and resolved is not None:
-            raise RequestError(
-                "multi_modal_data",
-                "multi_modal_data is given with a request that is pooled; only generation takes images",
+            raise RequestError.of(
+                "multi_modal_data", "is given with a request that is pooled; only generation takes images"
             )
         text, token_ids, name = self._split(prompt, allows_pair=resolved is not None)
         max_prompt_tokens = self._max_prompt_tokens(params)
@@ -203,9 +202,8 @@ class InputProcessor:
         """
         unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self._ready.vocab_size), None)
         if unknown is not None:
-            raise RequestError(
-                "prompt_token_ids",
-                f"prompt_token_ids holds {unknown}; ids must be from 0 to {self._ready.vocab_size - 1}",
+            raise RequestError.of(
+                "prompt_token_ids", f"holds {unknown}; ids must be from 0 to {self._ready.vocab_size - 1}"
             )
         names = self.tokenizer.convert_ids_to_tokens(list(token_ids))
         return [name or "" for name in names]  # the vocabulary may be larger than the tokenizer's
@@ -224,28 +222,22 @@ class InputProcessor:
     def _pooled(
         self, prompt: Prompt, text: str | None, token_ids: list[int], params: PoolingParams
     ) -> tuple[str | None, list[int], PoolingParams]:
-        """The text, token ids and parameters of a request that is pooled; prompts of hidden states have no ids.
-
-        Raises:
-            RequestError: the text cannot be tokenized, or the checkpoint has no such prompt.
-        """
+        """The text, token ids and parameters of a request that is pooled; prompts of hidden states have no ids. Raises
+        RequestError if the text cannot be tokenized, or the checkpoint has no such prompt."""
         info = self._ready.pooling
         longest, limit = info.longest_prompt(self._ready.max_model_len), params.truncate_prompt_tokens
         if limit is not None and limit > longest:
-            raise RequestError(
-                "truncate_prompt_tokens",
-                f"truncate_prompt_tokens is {limit}; this model takes at most {longest} tokens",
-            )
+            raise RequestError.of("truncate_prompt_tokens", f"is {limit}; this model takes at most {longest} tokens")
         limit = longest if limit == -1 else limit
         if text is None:
             if params.prompt_name is not None:
-                raise RequestError("prompt_name", "prompt_name is given with a prompt that is no text")
+                raise RequestError.of("prompt_name", "is given with a prompt that is no text")
             return None, token_ids[:limit], params
         whole = info.prompt(params.prompt_name) + text
         second = prompt.get("pair") if isinstance(prompt, Mapping) else None
         if not whole or second == "":
             name = "prompt" if not whole else "pair"
-            raise RequestError(name, f"{name} is empty; it must hold at least one character")
+            raise RequestError.of(name, "is empty; it must hold at least one character")
         if info.lower_case:
             whole, second = whole.lower(), second and second.lower()
         if limit is None and second is None:
@@ -275,24 +267,20 @@ class InputProcessor:
                 return prompt["prompt"], [], "prompt"
             if keys == {"prompt", "pair"} and isinstance(prompt["prompt"], str) and isinstance(prompt["pair"], str):
                 if not allows_pair:
-                    raise RequestError("pair", "pair is given; only requests that are pooled take a pair of texts")
+                    raise RequestError.of("pair", "is given; only requests that are pooled take a pair of texts")
                 return prompt["prompt"], [], "prompt"
             if keys == {"prompt_token_ids"}:
                 return None, _token_ids(prompt["prompt_token_ids"]), "prompt_token_ids"
             if keys == {"prompt_embeds"}:
                 return None, [], "prompt_embeds"
-            raise RequestError(
-                "prompt",
-                f"prompt has the keys {sorted(keys)}; it must have prompt or prompt_token_ids or prompt_embeds alone",
+            raise RequestError.of(
+                "prompt", f"has the keys {sorted(keys)}; it must have prompt or prompt_token_ids or prompt_embeds alone"
             )
         return None, _token_ids(prompt), "prompt_token_ids"
 
     def _embedded(self, tensor: Any, max_prompt_tokens: int | None) -> tuple[list[int], list[PromptPart]]:
         """Placeholder ids and parts of a prompt of hidden states, the last `max_prompt_tokens` of them. Each KV block
-        is a part, so that prompts share the blocks of a common prefix.
-
-        Raises:
-            RequestError: it is not such a tensor.
+        is a part, so that prompts share the blocks of a common prefix. Raises RequestError if it is not such a tensor.
         """
         name, size, max_model_len = "prompt_embeds", self._ready.hidden_size, self._ready.max_model_len
         shape = tuple(getattr(tensor, "shape", ()))
@@ -300,13 +288,12 @@ class InputProcessor:
             tensor, shape = tensor[0], shape[1:]
         if len(shape) != 2 or shape[0] == 0 or shape[1] != size:
             found = f"has shape {[*shape]}" if hasattr(tensor, "shape") else f"is {type(tensor).__name__}"
-            raise RequestError(name, f"{name} {found}; it must be a tensor of shape [tokens, {size}]")
+            raise RequestError.of(name, f"{found}; it must be a tensor of shape [tokens, {size}]")
         if max_prompt_tokens is not None:
             tensor = tensor[-max_prompt_tokens:]
         if len(tensor) >= max_model_len:
-            raise RequestError(
-                name,
-                f"{name} has {len(tensor)} rows; with max_model_len={max_model_len} it must have fewer than that",
+            raise RequestError.of(
+                name, f"has {len(tensor)} rows; with max_model_len={max_model_len} it must have fewer than that"
             )
         rows = _float32(name, tensor)
         block_size = self._ready.block_size
@@ -322,35 +309,25 @@ class InputProcessor:
     ) -> tuple[list[int], list[PromptPart]]:
         """Token ids and parts of a prompt with images. Raises RequestError if they do not fit it or the model."""
         if self.images is None:
-            raise RequestError("multi_modal_data", f"multi_modal_data holds images; {self._why_no_images}")
+            raise RequestError.of("multi_modal_data", f"holds images; {self._why_no_images}")
         if max_prompt_tokens is not None:
-            raise RequestError(
-                "truncate_prompt_tokens", "truncate_prompt_tokens is given with images, which cannot be cut"
-            )
+            raise RequestError.of("truncate_prompt_tokens", "is given with images, which cannot be cut")
         return self.images.insert(token_ids, images)
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """The number of tokens to truncate the prompt to; None: do not truncate.
-
-        Raises:
-            RequestError: it is too large.
-        """
+        """The number of tokens to truncate the prompt to; None: do not truncate. Raises RequestError if it is too
+        large."""
         number, max_model_len = params.truncate_prompt_tokens, self._ready.max_model_len
         if number == -1:
             return max(1, max_model_len - (params.max_tokens or 1))
         if number is not None and number >= max_model_len:
-            raise RequestError(
-                "truncate_prompt_tokens",
-                f"truncate_prompt_tokens is {number}; it must be less than max_model_len={max_model_len}",
+            raise RequestError.of(
+                "truncate_prompt_tokens", f"is {number}; it must be less than max_model_len={max_model_len}"
             )
         return number
 
     def _check_that_something_is_left(self, params: SamplingParams) -> None:
-        """Reject a request whose parameters exclude every token that they allow.
-
-        Raises:
-            RequestError: `min_tokens` and `bad_words` leave nothing of `allowed_token_ids`.
-        """
+        """Raise RequestError if `min_tokens` and `bad_words` leave nothing of `allowed_token_ids`."""
         if params.allowed_token_ids is None:
             return
         excluded = {token_ids[0] for token_ids in params.bad_words_token_ids if len(token_ids) == 1}
@@ -359,18 +336,15 @@ class InputProcessor:
             ends = [] if params.ignore_eos else [*self._ready.eos_token_ids, *own]
             excluded.update(params.stop_token_ids, ends)
         if excluded.issuperset(params.allowed_token_ids):
-            raise RequestError(
+            raise RequestError.of(
                 "allowed_token_ids",
-                "allowed_token_ids holds no token that bad_words and min_tokens leave (the latter keeps out what ends "
+                "holds no token that bad_words and min_tokens leave (the latter keeps out what ends "
                 "the text); allow others, or drop these",
             )
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
-        """Token ids of each word at the beginning of a text and, if they differ, after a space.
-
-        Raises:
-            RequestError: a word has no tokens.
-        """
+        """Token ids of each word at the beginning of a text and, if they differ, after a space. Raises RequestError if
+        a word has no tokens."""
         sequences: list[list[int]] = []
         for word in bad_words:
             plain, spaced = (
@@ -378,7 +352,7 @@ class InputProcessor:
                 for prefix in ("", " ")
             )
             if not plain:
-                raise RequestError("bad_words", f"bad_words holds {word!r}; words must have at least one token")
+                raise RequestError.of("bad_words", f"holds {word!r}; words must have at least one token")
             sequences.append(plain)
             # As in vLLM: a different length means that the space became a separate token.
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
@@ -389,7 +363,7 @@ class InputProcessor:
         self, text: str, name: str, max_prompt_tokens: int | None, *, add_special_tokens: bool = True
     ) -> list[int]:
         if not text:  # a tokenizer may have a token for an empty text
-            raise RequestError(name, f"{name} is empty; it must hold at least one character")
+            raise RequestError.of(name, "is empty; it must hold at least one character")
         if max_prompt_tokens is None:
             return self._encode(text, name, add_special_tokens=add_special_tokens)
         if len(text) > self._max_characters:
@@ -397,16 +371,13 @@ class InputProcessor:
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize a whole text. One that cannot fit is rejected before it costs seconds.
-
-        Raises:
-            RequestError: it is too long, or the tokenizer fails.
-        """
+        """Tokenize a whole text. One that cannot fit is rejected before it costs seconds. Raises RequestError if it is
+        too long, or the tokenizer fails."""
         max_model_len = self._ready.max_model_len
         if len(text) > self._max_characters:
-            raise RequestError(
+            raise RequestError.of(
                 name,
-                f"{name} has {len(text)} characters, which cannot fit; with max_model_len={max_model_len} it must have "
+                f"has {len(text)} characters, which cannot fit; with max_model_len={max_model_len} it must have "
                 f"at most {self._max_characters}",
             )
         # The beginning of a long text usually decides; its cut may add some tokens.
@@ -414,9 +385,9 @@ class InputProcessor:
         if len(text) > 32 * many_tokens:
             beginning = self._encoder.encode(text[: 16 * many_tokens], name, add_special_tokens=False)
             if len(beginning) > many_tokens:
-                raise RequestError(
+                raise RequestError.of(
                     name,
-                    f"{name} has more than {max_model_len} tokens; with max_model_len={max_model_len} it must have "
+                    f"has more than {max_model_len} tokens; with max_model_len={max_model_len} it must have "
                     "fewer than that",
                 )
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
@@ -429,7 +400,7 @@ def _images(prompt: Prompt) -> list[Any]:
         return []
     if not isinstance(given, Mapping) or set(given) != {"image"}:
         found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-        raise RequestError("multi_modal_data", f"multi_modal_data holds {found}; it must hold image alone")
+        raise RequestError.of("multi_modal_data", f"holds {found}; it must hold image alone")
     images = given["image"]
     return list(images) if isinstance(images, list | tuple) else [images]
 
@@ -443,11 +414,11 @@ def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
         tensor = np.asarray(tensor)
         is_float = tensor.dtype.kind == "f"
     if not is_float:
-        raise RequestError(name, f"{name} has dtype {tensor.dtype}; it must be one of floating point")
+        raise RequestError.of(name, f"has dtype {tensor.dtype}; it must be one of floating point")
     with np.errstate(over="ignore"):
         rows: npt.NDArray[np.float32] = np.ascontiguousarray(tensor, dtype="<f4")
     if not np.isfinite(rows).all():
-        raise RequestError(name, f"{name} holds values that are not finite float32 numbers")
+        raise RequestError.of(name, "holds values that are not finite float32 numbers")
     return rows
 
 
@@ -456,4 +427,4 @@ def _token_ids(values: Any) -> list[int]:
     try:
         return [operator.index(value) for value in values]
     except TypeError:
-        raise RequestError("prompt_token_ids", "prompt_token_ids must be a list of integers") from None
+        raise RequestError.of("prompt_token_ids", "must be a list of integers") from None

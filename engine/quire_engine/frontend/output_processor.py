@@ -44,7 +44,7 @@ class OutputProcessor:
             RequestError: another live request has the same id.
         """
         if request.request_id in self._states or request.request_id in self._parents:
-            raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
+            raise RequestError.of("request_id", f"{request.request_id!r} is that of a live request")
         num_running = min(self._num_running, len(self._states))
         num_waiting = len(self._states) - num_running
         if request.sampling_params.n == 1:

@@ -32,13 +32,13 @@ always has as many entries of each group; what lies behind a group's window is t
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
 from quire_engine.kv_cache.groups import ONE_GROUP, STATES_PER_REQUEST, KVCacheGroups
 from quire_engine.kv_cache.hashing import extend_block_hashes, suffix_of_group
-from quire_engine.kv_cache.request_states import RequestStates
 from quire_engine.kv_cache.state import STATE
 from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
@@ -72,6 +72,32 @@ class CachedSequence(Protocol):
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """Whether every token has to be computed, cached or not."""
+
+
+@dataclass(slots=True)
+class _RequestStates:
+    """The blocks of states of one request; `KVCacheManager` decides which are kept.
+
+    ::
+
+        block of tokens     0    1    2    3    4
+        state after it      ∅   17    ∅   20    9       places = [1, 3, 4]
+    """
+
+    num_hit_blocks: int
+    """How many blocks of tokens its prefix hit had."""
+    places: list[int]
+    """The blocks of tokens after which there is a state, in order."""
+    num_tokens: int = 0
+    """Up to how many tokens states are stored for certain."""
+    unwritten: list[tuple[KVCacheBlock, bytes, bytes, int, bool]] = field(default_factory=list)
+    """What the step being scheduled writes, to be cached with the next one: the arguments of `BlockPool.cache`."""
+
+    def cache_written(self, pool: BlockPool) -> None:
+        """Cache what the last step has written."""
+        for arguments in self.unwritten:
+            pool.cache(*arguments)
+        self.unwritten.clear()
 
 
 class KVCacheManager:
@@ -113,7 +139,7 @@ class KVCacheManager:
         self.block_pool = BlockPool(num_blocks, num_states if self._states_apart else 0)
         self._blocks: dict[str, list[KVCacheBlock]] = {}
         self._num_cached_blocks: dict[str, int] = {}  # how many of a request's blocks were offered to the cache
-        self._states: dict[str, RequestStates] = {}
+        self._states: dict[str, _RequestStates] = {}
         """By request; empty if no layer keeps states."""
 
     def get_block_ids(self, request_id: str) -> list[int]:
@@ -307,7 +333,7 @@ class KVCacheManager:
             self._blocks[request.request_id] = blocks
             self._num_cached_blocks[request.request_id] = num_hits
             if self._has_states:
-                self._states[request.request_id] = RequestStates(num_hits, [num_hits - 1] if num_hits else [])
+                self._states[request.request_id] = _RequestStates(num_hits, [num_hits - 1] if num_hits else [])
         blocks.extend(added)
         if self._has_states:
             states = self._states[request.request_id]
@@ -497,13 +523,8 @@ class KVCacheManager:
 
 
 class _CachedBlocks:
-    """The blocks that hold a prefix for one group of layers, each looked up at its first use.
-
-    Args:
-        pool: to look in.
-        block_hashes: of the prefix.
-        suffix: of the group's hashes.
-    """
+    """The blocks that hold a prefix for one group of layers, each looked up at its first use. `suffix` is that of the
+    group's hashes."""
 
     def __init__(self, pool: BlockPool, block_hashes: list[bytes], suffix: bytes) -> None:
         self._pool = pool

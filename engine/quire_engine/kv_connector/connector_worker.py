@@ -326,11 +326,7 @@ class _Writer:
 
 
 def _empty_rows(num_rows: int, num_bytes: int, is_pinned: bool = False) -> torch.Tensor:
-    """[rows, bytes] uint8 on the host, pinned for a GPU.
-
-    Raises:
-        MemoryError: there is no memory for them.
-    """
+    """[rows, bytes] uint8 on the host, pinned for a GPU. Raises MemoryError if there is no memory for them."""
     try:
         return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     except RuntimeError as error:

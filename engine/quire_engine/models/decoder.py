@@ -17,7 +17,7 @@ With several ranks the projections are cut into slices, and the layers divided a
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -110,16 +110,9 @@ class Recurrence(Mixer, Protocol):
         """Make what it computes with and no weight is alone."""
 
 
-def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: ParallelState) -> Recurrence:
-    if isinstance(options, GatedDeltaOptions):
-        return GatedDelta(config, options, parallel)
-    if isinstance(options, ShortConvOptions):
-        return ShortConv(config, options, parallel)
-    if isinstance(options, MambaOptions):
-        return Mamba(config, options, parallel)
-    if isinstance(options, SelectiveOptions):
-        return Selective(config, options, parallel)
-    raise NotImplementedError(options)
+RECURRENCES: Mapping[type[StateOptions], Callable[..., Recurrence]] = {
+    GatedDeltaOptions: GatedDelta, ShortConvOptions: ShortConv, MambaOptions: Mamba, SelectiveOptions: Selective,
+}  # fmt: skip
 
 
 def has_grid_positions(layer: LayerOptions) -> bool:
@@ -146,7 +139,7 @@ class DecoderLayer(nn.Module):
             self.self_attn = Attention(config, attention, parallel, tables)
         self.mixer: Recurrence | None = None
         if options.state is not None:
-            self.mixer = make_recurrence(config, options.state, parallel)
+            self.mixer = RECURRENCES[type(options.state)](config, options.state, parallel)
         self.mlp = None if options.mlp is None else make_feed_forward(config, options.mlp, parallel)
         self.moe = None if options.experts is None else make_feed_forward(config, options.experts, parallel)
         self.layer_scalar = Weight(1, dtype=torch.float32) if config.options.layer_scales else None

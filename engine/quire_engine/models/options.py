@@ -3,7 +3,7 @@ layers (`models/layers/`) of it. Does not use torch, as the frontend reads check
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from quire_engine.kv_cache.state import STATE
 
@@ -125,15 +125,9 @@ class LatentAttentionOptions:
     """V"""
     interleaved: bool
     """Features that are rotated together lie side by side in the checkpoint; else as in other families."""
-
-    @property
-    def window(self) -> None:
-        """None: each row sees all keys."""
-
-    @property
-    def is_causal(self) -> bool:
-        """True."""
-        return True
+    window: ClassVar[None] = None
+    """Each row sees all keys up to its own."""
+    is_causal: ClassVar[bool] = True
 
 
 class StateOptions(Protocol):

@@ -29,41 +29,10 @@ from quire_engine.models.families import (
 )
 from quire_engine.models.options import ModelOptions
 
-FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
-    one.__name__: one
-    for one in (
-        bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
-        bert.nomic_bert, bert.roberta,
-        cohere.cohere, cohere.cohere2, cohere.cohere2_moe, deepseek.deepseek_v2, deepseek.deepseek_v3,
-        deepseek.deepseek_v32, deepseek.dots1, deepseek.minicpm3, ernie.ernie4_5, ernie.ernie4_5_moe, exaone.exaone,
-        exaone.exaone4, exaone.exaone_moe, gated_delta.olmo_hybrid, gated_delta.qwen3_5, gated_delta.qwen3_5_moe,
-        gated_delta.qwen3_next, gemma.gemma, gemma.gemma2, gemma.gemma3, gemma.gemma3n, gemma.gemma4,
-        gemma.gemma4_unified, gemma.vaultgemma, glm.glm, glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v,
-        glm.glm4v_moe, glm.glm_moe_dsa,
-        gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, gpt_oss.gpt_oss,
-        granite.granitemoe, granite.granitemoehybrid, granite.granitemoeshared, hunyuan.hunyuan_v1_dense,
-        hunyuan.hunyuan_v1_moe, kimi.kimi_linear, lfm.lfm2, lfm.lfm2_moe, llama.granite, llama.helium, llama.llama,
-        llama.llama4,
-        llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe,
-        llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, mamba.bamba, mamba.falcon_h1, mamba.falcon_mamba,
-        mamba.jamba, mamba.mamba, mamba.mamba2, nemotron.apertus, nemotron.arcee, nemotron.nemotron,
-        nemotron_h.nemotron_h, qwen.mellum, qwen.mimo, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe,
-        qwen.qwen2_vl, qwen.qwen3_vl, qwen.qwen3_vl_moe,
-    )
-}  # fmt: skip
-"""By the `model_type` of its checkpoints."""
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **bert.DEFAULTS, **cohere.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **exaone.DEFAULTS,
-    **gated_delta.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_neox.DEFAULTS, **gpt_oss.DEFAULTS,
-    **granite.DEFAULTS, **hunyuan.DEFAULTS, **kimi.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS, **mamba.DEFAULTS,
-    **nemotron.DEFAULTS,
-    **nemotron_h.DEFAULTS, **qwen.DEFAULTS,
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gemma.ALIASES, **gpt_neox.ALIASES, **kimi.ALIASES,
-    **lfm.ALIASES, **mamba.ALIASES, **nemotron.ALIASES, **nemotron_h.ALIASES,
-}  # fmt: skip
-"""Names of fields in a family's files → those in most."""
+MODULES = (
+    bert, cohere, deepseek, ernie, exaone, gated_delta, gemma, glm, gpt_neox, gpt_oss, granite, hunyuan, kimi, lfm,
+    llama, mamba, nemotron, nemotron_h, qwen,
+)  # fmt: skip
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
@@ -194,31 +163,37 @@ POOLING_ARCHITECTURES = {
     )
 } | ENCODERS  # fmt: skip
 """The same of all models that do not generate."""
+FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
+    name: getattr(module, name)
+    for name in (*ARCHITECTURES.values(), *POOLING_ARCHITECTURES.values())
+    for module in MODULES
+    if getattr(getattr(module, name, None), "__module__", None) == module.__name__  # not imported there
+}
+"""By the `model_type` of its checkpoints, the function of this name, which reads their files."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    name: values for module in MODULES for name, values in getattr(module, "DEFAULTS", {}).items()
+}
+"""By family, what stands for fields that are missing."""
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    name: values for module in MODULES for name, values in getattr(module, "ALIASES", {}).items()
+}
+"""By family, names of fields in its files → those in most."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-TEXT_TYPES = {
+TEXT_TYPES: Mapping[str, tuple[str, ...]] = {
+    name: (f"{family}_text",) for name, family in ARCHITECTURES.items() if name.endswith("ForConditionalGeneration")
+} | {
     "AyaVisionForConditionalGeneration": ("cohere2", "cohere"),
     "Cohere2VisionForConditionalGeneration": ("cohere2",),
     "Exaone4_5_ForConditionalGeneration": ("exaone4", "exaone4_5_text"),
-    "Gemma3ForConditionalGeneration": ("gemma3_text",),
-    "Gemma3nForConditionalGeneration": ("gemma3n_text",),
-    "Gemma4ForConditionalGeneration": ("gemma4_text",),
-    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified_text",),
-    "Glm4vForConditionalGeneration": ("glm4v_text",),
-    "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
     "Idefics3ForConditionalGeneration": ("llama",),
     "InternVLForConditionalGeneration": ("qwen2", "llama", "qwen3", "qwen3_moe"),
-    "Llama4ForConditionalGeneration": ("llama4_text",),
     "LlavaForConditionalGeneration": ("llama", "mistral", "qwen2"),
     "LlavaNextForConditionalGeneration": ("llama", "mistral", "qwen2"),
     "LlavaOnevisionForConditionalGeneration": ("qwen2", "llama", "mistral"),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl"),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
-    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
     "SmolVLMForConditionalGeneration": ("llama",),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text",),
 }
 """Architecture of which the text model alone is served → what `model_type` its `text_config` may have; the first if it
 has none."""

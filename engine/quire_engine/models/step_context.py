@@ -13,7 +13,7 @@ They declare a `RowColumn` for it, which every forward then computes, uploads, p
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,7 @@ TABLE_STEP = 16
 """A block table's width is a multiple of this on a GPU: kernels would be recompiled for rows with another alignment."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateArrays:
+class StateArrays(NamedTuple):
     """Which states the sequences of a step begin with, and where those after it are stored, on the host; the fields of
     `quire_kernels.StateRows`."""
 
@@ -43,13 +42,6 @@ class StateArrays:
     store_start_loc: Int64Array
     store_lens: Int64Array
     store_blocks: Int64Array
-
-    @property
-    def arrays(self) -> tuple[Int64Array, ...]:
-        """All of them, in this order."""
-        return (
-            self.sources, self.num_replayed, self.targets, self.store_start_loc, self.store_lens, self.store_blocks,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,11 +260,8 @@ class ContextBuilder:
         them, None for what the step leaves out, and states in that of `StateArrays`."""
         state_rows: StateRows | None = None
         if states:
-            sources, num_replayed, targets, store_start_loc, store_lens, store_blocks = states
-            state_rows = StateRows(
-                positions=positions, query_start_loc=query_start_loc, sources=sources, num_replayed=num_replayed,
-                targets=targets, store_start_loc=store_start_loc, store_lens=store_lens, store_blocks=store_blocks,
-            )  # fmt: skip
+            named_states = dict(zip(StateArrays._fields, states, strict=True))
+            state_rows = StateRows(positions=positions, query_start_loc=query_start_loc, **named_states)
         pairs = zip(self.columns, columns, strict=True)
         named = {column.name: tensor for column, tensor in pairs if tensor is not None}
         contexts = [
@@ -304,7 +293,7 @@ class ContextBuilder:
         values = [column.values(rows) for column in self.columns]
         has = [column.is_needed(own) for column, own in zip(self.columns, values, strict=True)]
         num_groups, num_columns = len(self.block_tables), sum(has)
-        states = () if rows.states is None else rows.states.arrays
+        states = () if rows.states is None else rows.states
         width = -(-int(rows.seq_lens.max()) // self.block_size)
         if self.device.type != "cpu":
             width = -(-width // TABLE_STEP) * TABLE_STEP

@@ -148,11 +148,8 @@ class EngineCalls:
         return True
 
     async def _wake_up(self) -> bool:
-        """Wake all engines up, or none. Ends a `Sleep` that waits for requests.
-
-        Raises:
-            EngineError: one cannot be woken up; all sleep on.
-        """
+        """Wake all engines up, or none. Ends a `Sleep` that waits for requests. Raises EngineError if one cannot be
+        woken up; all sleep on."""
         if self._takes_none:
             self._cancels_drain.set()
         async with self._alone("wake_up", "the engine is being woken up", waits=True):
@@ -204,11 +201,8 @@ class EngineCalls:
 
     @contextlib.asynccontextmanager
     async def _alone(self, what: str, busy: str, *, waits: bool = False) -> AsyncIterator[None]:
-        """Change all engines while nothing else does.
-
-        Raises:
-            OperationError: something else does, and it is not waited for.
-        """
+        """Change all engines while nothing else does. Raises OperationError if something else does, and is not waited
+        for."""
         if self.busy is not None and not waits:
             raise OperationError(f"{what}: {self.busy}; try again when that is done")
         async with self._changing:

@@ -335,11 +335,8 @@ def _end_context(context: "zmq.Context[Any]") -> None:
 
 
 def _require_descriptors(descriptor: int) -> None:
-    """Make sure that sockets can be made: libzmq aborts the whole process when it finds no descriptor for its own use.
-
-    Raises:
-        OSError: none are left.
-    """
+    """Raise OSError if no descriptors for sockets are left: libzmq aborts the whole process when it finds none for its
+    own use."""
     spare: list[int] = []
     try:
         while len(spare) < SPARE_DESCRIPTORS:
@@ -350,11 +347,8 @@ def _require_descriptors(descriptor: int) -> None:
 
 
 def _make_socket_directory() -> Path:
-    """A private folder (mode 0700) for the sockets.
-
-    Raises:
-        ValueError: the temporary folder's path is too long for a socket in it.
-    """
+    """A private folder (mode 0700) for the sockets. Raises ValueError if the temporary folder's path is too long for a
+    socket in it."""
     directory = Path(tempfile.mkdtemp(prefix="quire-"))
     if len(os.fsencode(directory / "output")) > MAX_SOCKET_PATH:
         directory.rmdir()

@@ -152,12 +152,8 @@ class LocalReplica(Replica):
         return self._process
 
     def _watch(self) -> None:
-        """Watch the engine.
-
-        Raises:
-            EngineDeadError: `shutdown` was called.
-            OSError: there are no descriptors for it.
-        """
+        """Watch the engine. Raises EngineDeadError if `shutdown` was called, and OSError if there are no descriptors
+        for it."""
         with self._starting:  # a `shutdown` that comes now stops the watch, or has ended the engine already
             if self._closing.is_set() or self._process is None:
                 raise EngineDeadError("the engine was shut down")

@@ -274,11 +274,7 @@ class Replica(ABC):
         self._settled.set()
 
     async def _run(self) -> None:
-        """Take in what the engines send, one engine after the other.
-
-        Raises:
-            EngineDeadError: it was shut down.
-        """
+        """Take in what the engines send, one engine after the other. Raises EngineDeadError when it was shut down."""
         replayed_ids: list[str] = []
         while True:
             if self._outage is not None:
@@ -352,11 +348,8 @@ class Replica(ABC):
 
     @abstractmethod
     async def _next_engine(self, outage: Outage) -> None:
-        """Wait until another engine takes requests, and set `link` to it.
-
-        Raises:
-            EngineDeadError: the replica was shut down.
-        """
+        """Wait until another engine takes requests, and set `link` to it. Raises EngineDeadError when the replica was
+        shut down."""
 
     def _stop_waiting(self, outage: Outage) -> None:
         """End the requests that wait, and reject new ones until an engine is up."""

@@ -484,11 +484,8 @@ class ReplicaSet:
 def _require_room(replicas: Sequence[LocalReplica], num_new: int) -> None:
     """Make sure that the machine's memory holds more replicas like these.
 
-    What theirs may still take is not free: a KV cache on the CPU takes its pages only as it uses them.
-
-    Raises:
-        ScalingError: it does not.
-    """
+    What theirs may still take is not free: a KV cache on the CPU takes its pages only as it uses them. Raises
+    ScalingError if it does not."""
     cache_bytes = min(replica.ready.cpu_cache_bytes for replica in replicas)
     one = cache_bytes + max(replica.bytes_at_start for replica in replicas)
     left = available_memory_bytes() - sum(replica.unused_cache_bytes for replica in replicas)

@@ -34,10 +34,11 @@ processor's caches, which the steps fill with weights. Probes come at a fixed in
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
@@ -94,31 +95,24 @@ class Proposer(Protocol):
         """The request has ended, with or without drafts."""
 
 
+@dataclass(slots=True)
 class DraftRecord:
-    """A request's drafts: how many were accepted, and whether proposing them pays.
+    """A request's drafts: how many were accepted, and whether proposing them pays."""
 
-    Args:
-        balance: at first, in mean costs of a proposal.
-    """
-
-    __slots__ = (
-        "_accepted", "_expected", "_mean_useful", "_stops", "balance", "computed", "is_behind", "num_wanted",
-        "proposal",
-    )  # fmt: skip
-
-    def __init__(self, balance: float) -> None:
-        self.balance = balance
-        self._accepted = self._expected = 0.0
-        self.proposal: DraftTokens | None = None
-        """The last one, until it is compared with the tokens that came."""
-        self.computed: tuple[int, float, float] | None = None
-        """If drafts of it are computed: their number, the time that they add to the step, and the proposal's cost."""
-        self.is_behind = True
-        """Whether a model has to compute more of the request than the last step's tokens before it can draft."""
-        self.num_wanted = _FIRST_WANTED
-        """How many drafts to want of a model, which takes longer for each of them."""
-        self._mean_useful = _FIRST_WANTED - 1.0
-        self._stops = False
+    balance: float
+    """In mean costs of a proposal."""
+    proposal: DraftTokens | None = None
+    """The last one, until it is compared with the tokens that came."""
+    computed: tuple[int, float, float] | None = None
+    """If drafts of it are computed: their number, the time that they add to the step, and the proposal's cost."""
+    is_behind: bool = True
+    """Whether a model has to compute more of the request than the last step's tokens before it can draft."""
+    num_wanted: int = _FIRST_WANTED
+    """How many drafts to want of a model, which takes longer for each of them."""
+    _mean_useful: float = _FIRST_WANTED - 1.0
+    _stops: bool = False
+    _accepted: float = 0.0
+    _expected: float = 0.0
 
     def learn(self, token_ids: Sequence[int], chances: DraftChances) -> int:
         """Compare the last proposal with the tokens that followed, as far as they are known: up to the first wrong one.
@@ -162,18 +156,6 @@ class DraftRecord:
     def stops_by_itself(self, most: int) -> None:
         """Its model stops by itself where a draft has too little chance: want as many as possible."""
         self._stops, self.num_wanted = True, most
-
-
-class _Candidate(NamedTuple):
-    """What a request could have drafted in this step."""
-
-    column: int
-    """The request's place in the step's columns."""
-    request: Request
-    record: DraftRecord
-    token_ids: list[int]
-    chances: list[float]
-    """For each token, that it and those before it are accepted."""
 
 
 class Drafter:
@@ -303,10 +285,9 @@ class Drafter:
         if computed == num_rows and self._costs.is_unknown(computed):
             return []
         began_at = time.thread_time()
-        candidates = [self._candidate(column, request, room) for column, request in due]
-        num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
-        seconds = self._step_seconds(computed, min(room, num_drafts))
-        counts, share = _most_profitable([candidate.chances for candidate in candidates], num_rows, seconds)
+        chances_of = [self._chances(request, room) for _, request in due]
+        seconds = self._step_seconds(computed, min(room, sum(map(len, chances_of))))
+        counts, share = _most_profitable(chances_of, num_rows, seconds)
         num_chosen = sum(counts)
         if self._proposer is not None:
             self._costs.record_proposals(len(due), time.thread_time() - began_at)
@@ -318,9 +299,10 @@ class Drafter:
         least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
         self._least_next = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         chosen: list[tuple[int, Request, list[int]]] = []
-        for (column, request, record, token_ids, chances), count in zip(candidates, counts, strict=True):
-            num_proposed = len(token_ids) if self._proposer is None else 1
-            if num_proposed == 0 or request.request_id not in self._records:
+        for (column, request), chances, count in zip(due, chances_of, counts, strict=True):
+            record = self._records.get(request.request_id)
+            num_proposed = len(chances) if self._proposer is None else 1
+            if num_proposed == 0 or record is None:
                 continue  # its drafts came too late, which says nothing of their worth; or its proposal failed
             cost = self._costs.proposal_seconds(num_proposed) / token_seconds
             if count:
@@ -328,7 +310,8 @@ class Drafter:
             else:
                 self._settle(request, record, 0.0, cost)
             record.note_useful_drafts(sum(share * chance >= least for chance in chances) if share else 0)
-            chosen.append((column, request, token_ids[:count]))
+            assert record.proposal is not None
+            chosen.append((column, request, record.proposal.token_ids[:count]))
         return chosen
 
     def _due(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[tuple[int, Request]]:
@@ -346,8 +329,9 @@ class Drafter:
                     due.append((index, request))
         return due
 
-    def _candidate(self, column: int, request: Request, room: int) -> _Candidate:
-        """What a request, whose last token is known and scheduled, could have drafted: at most `room` tokens."""
+    def _chances(self, request: Request, room: int) -> list[float]:
+        """Propose at most `room` drafts for a request whose last token is known and scheduled. Returns for each the
+        chance that it and those before it are accepted."""
         record = self._records[request.request_id]
         of_kind = self.chances[request.sampling_params.temperature == 0]
         num_right = record.learn(request.all_token_ids, of_kind)
@@ -357,7 +341,7 @@ class Drafter:
         record.proposal = proposal = self._propose(request, min(room, self._most(request)))
         factor = record.factor()
         chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
-        return _Candidate(column, request, record, proposal.token_ids, list(accumulate(chances, mul)))
+        return list(accumulate(chances, mul))
 
     def _propose(self, request: Request, max_tokens: int) -> DraftTokens:
         """The proposer's drafts, or the last ones of the workers, as far as they are within the vocabulary; none if the
@@ -419,21 +403,13 @@ class Drafter:
                 if new.request_id in self._records:  # new or preempted: the model has no keys and values of it
                     self._records[new.request_id].is_behind = True
             has_room = num_tokens > 0 and self._max_num_rows > self._num_rows
-            if has_room and self._is_awake and self._costs.are_known():
-                wanted = self._wanted_of_awake(output, requests)
-        self._step += 1
-        if self._step >= self._next_probe and self._resting:
-            for request_id in self._resting:
-                requests[request_id].waits_for_drafts = True
-            self._resting.clear()
-            self._next_probe = self._step + self._probe_interval()
-        return wanted
-
-    def _wanted_of_awake(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, int]:
-        wanted: dict[str, int] = {}
-        for request_id in output.num_scheduled_tokens:
-            record = self._records.get(request_id)
-            if record is not None and request_id not in self._resting:
+            drafted: Collection[str] = (
+                output.num_scheduled_tokens if has_room and self._is_awake and self._costs.are_known() else ()
+            )
+            for request_id in drafted:
+                record = self._records.get(request_id)
+                if record is None or request_id in self._resting:
+                    continue
                 request = requests[request_id]
                 # All drafts of this step may be accepted, it samples one more token, and one may be in flight.
                 num_more = len(output.draft_token_ids.get(request_id, ())) + 1 + request.num_output_placeholders
@@ -444,6 +420,12 @@ class Drafter:
             self._num_wanted += 1
             # Now and then all are drafted, to learn whether drafting has become cheaper or its drafts better.
             self.least_chance = self._least_next if self._num_wanted % (2 * _PROBE_STEPS[0]) else 0.0
+        self._step += 1
+        if self._step >= self._next_probe and self._resting:
+            for request_id in self._resting:
+                requests[request_id].waits_for_drafts = True
+            self._resting.clear()
+            self._next_probe = self._step + self._probe_interval()
         return wanted
 
     def take_result(

@@ -412,11 +412,8 @@ class Scheduler:
         """Allocate blocks for a running request, preempting from the end of `running` as long as they do not suffice.
         What its next token does not see any more is freed first.
 
-        Preempted requests come after it in `running`, so this step has not scheduled any of them.
-
-        Returns:
-            The new block ids, or None if the request itself was preempted.
-        """
+        Preempted requests come after it in `running`, so this step has not scheduled any of them. Returns the new block
+        ids, or None if the request itself was preempted."""
         self.kv_cache.free_behind_windows(request)
         while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             victim = self.running.pop()

@@ -36,39 +36,36 @@ def validate_request(request: EngineCoreRequest, ready: EngineCoreReady, prompt_
         raise RequestError("task", f"this model does not generate; it offers {', '.join(pooling.tasks)}")
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
-        raise RequestError(prompt_name, f"{prompt_name} is empty; it must hold at least one token")
+        raise RequestError.of(prompt_name, "is empty; it must hold at least one token")
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise RequestError(
-            prompt_name,
-            f"{prompt_name} holds token id {bad}, which is out of vocabulary; ids must be in [0, {vocab_size})",
+        raise RequestError.of(
+            prompt_name, f"holds token id {bad}, which is out of vocabulary; ids must be in [0, {vocab_size})"
         )
     if pooling_params is not None:
         longest = pooling.longest_prompt(max_model_len)
         if num_prompt > longest:
-            raise RequestError(
+            raise RequestError.of(
                 prompt_name,
-                f"{prompt_name} has {num_prompt} tokens; this model takes at most {longest}: shorten it, or set "
+                f"has {num_prompt} tokens; this model takes at most {longest}: shorten it, or set "
                 "truncate_prompt_tokens to -1",
             )
     elif num_prompt >= max_model_len:
-        raise RequestError(
-            prompt_name,
-            f"{prompt_name} has {num_prompt} tokens; with max_model_len={max_model_len} it must have fewer than that",
+        raise RequestError.of(
+            prompt_name, f"has {num_prompt} tokens; with max_model_len={max_model_len} it must have fewer than that"
         )
     if params.min_tokens > max_model_len - num_prompt:
-        raise RequestError(
+        raise RequestError.of(
             "min_tokens",
-            f"min_tokens is {params.min_tokens}; after a prompt of {num_prompt} tokens max_model_len={max_model_len} "
+            f"is {params.min_tokens}; after a prompt of {num_prompt} tokens max_model_len={max_model_len} "
             f"leaves room for {max_model_len - num_prompt}",
         )
     _check_params(params, num_prompt, vocab_size)
     _check_parts(request.prompt_parts, params, num_prompt, ready)
     if params.priority != 0 and ready.scheduling_policy != "priority":
-        raise RequestError(
-            "priority",
-            f"priority is {params.priority}; it must be 0 unless the engine runs with scheduling_policy 'priority'",
+        raise RequestError.of(
+            "priority", f"is {params.priority}; it must be 0 unless the engine runs with scheduling_policy 'priority'"
         )
     # The last token's keys and values are never needed, so one token less has to fit.
     num_tokens = num_prompt
@@ -76,9 +73,9 @@ def validate_request(request: EngineCoreRequest, ready: EngineCoreReady, prompt_
         num_tokens += max_output_tokens(num_prompt, params, max_model_len) - 1
     if num_tokens > ready.num_kv_cache_tokens:
         name = prompt_name if num_prompt > ready.num_kv_cache_tokens else "max_tokens"
-        raise RequestError(
+        raise RequestError.of(
             name,
-            f"{name}: a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
+            f": a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
             f"KV cache of {ready.num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise "
             "kv_cache_memory_bytes",
         )
@@ -88,9 +85,9 @@ def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> N
     """Check the size of the prompt's log-probabilities, and that all token ids exist."""
     num_entries = num_prompt * (1 + params.prompt_logprobs) if params.prompt_logprobs is not None else 0
     if num_entries > MAX_PROMPT_LOGPROBS_ENTRIES:
-        raise RequestError(
+        raise RequestError.of(
             "prompt_logprobs",
-            f"prompt_logprobs is {params.prompt_logprobs}; for a prompt of {num_prompt} tokens these are {num_entries} "
+            f"is {params.prompt_logprobs}; for a prompt of {num_prompt} tokens these are {num_entries} "
             f"log-probabilities, and it must be at most {MAX_PROMPT_LOGPROBS_ENTRIES}",
         )
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -103,28 +100,25 @@ def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> N
 def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt: int, ready: EngineCoreReady) -> None:
     """Check that the parts are within the prompt, in order, of the model's sizes, and no longer than a step allows."""
     if parts and params.prompt_logprobs is not None:
-        raise RequestError(
-            "prompt_logprobs",
-            "prompt_logprobs is given with prompt_embeds or images, whose positions have no token ids",
+        raise RequestError.of(
+            "prompt_logprobs", "is given with prompt_embeds or images, whose positions have no token ids"
         )
     end = 0
     for part in parts:
         if part.start < end or part.length < 1 or part.end > num_prompt:
-            raise RequestError("prompt_embeds", f"prompt_embeds: rows {part.start} to {part.end} are out of place")
+            raise RequestError.of("prompt_embeds", f": rows {part.start} to {part.end} are out of place")
         if part.grid and (len(part.grid) != 3 or min(part.grid) < 1 or math.prod(part.grid) != part.length):
-            raise RequestError(
-                "multi_modal_data", f"multi_modal_data: a grid of {part.grid} has no {part.length} places"
-            )
+            raise RequestError.of("multi_modal_data", f": a grid of {part.grid} has no {part.length} places")
         width = ready.hidden_size * (1 + ready.num_deepstack_layers) if part.grid else ready.hidden_size
         if len(part.tensor) != 4 * part.length * width:
-            raise RequestError(
-                "prompt_embeds", f"prompt_embeds: {part.length} rows of {width} numbers are expected, not "
+            raise RequestError.of(
+                "prompt_embeds", f": {part.length} rows of {width} numbers are expected, not "
                 f"{len(part.tensor)} bytes"
             )  # fmt: skip
         if part.is_bidirectional and part.length > ready.max_num_batched_tokens:
-            raise RequestError(
+            raise RequestError.of(
                 "multi_modal_data",
-                f"multi_modal_data: an image has {part.length} tokens, which one step has to compute; with "
+                f": an image has {part.length} tokens, which one step has to compute; with "
                 f"max_num_batched_tokens={ready.max_num_batched_tokens} it cannot: use a smaller one, or raise the "
                 "setting",
             )
@@ -134,4 +128,4 @@ def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt
 def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise RequestError(name, f"{name} holds {token_id}; ids must be in [0, {vocab_size})")
+            raise RequestError.of(name, f"holds {token_id}; ids must be in [0, {vocab_size})")

@@ -327,14 +327,8 @@ class _Converter:
         )
 
     def _are_disjoint(self, left: Any, right: Any, required: str | None = None, depth: int = 0) -> bool:
-        """Whether it is certain that no value matches both schemas.
-
-        Args:
-            left: one.
-            right: the other.
-            required: a property that objects of both have besides those that they require.
-            depth: of the recursion.
-        """
+        """Whether it is certain that no value matches both schemas. `required` is a property that objects of both have
+        besides those that they require."""
         left, right = self._resolved(left), self._resolved(right)
         if left is False or right is False:
             return True
@@ -573,14 +567,8 @@ class _Converter:
     def _properties(
         self, items: list[tuple[str, bool]], open_item: str | None, least: int, most: int | None
     ) -> str | None:
-        """The properties, and white space behind the last.
-
-        Args:
-            items: properties with a name, and whether they are required.
-            open_item: any other property.
-            least: number of all together.
-            most: likewise.
-        """
+        """The properties, and white space behind the last. `items` are properties with a name, and whether they are
+        required; `open_item` is any other property. There are from `least` to `most` in all."""
         num_required = sum(is_required for _, is_required in items)
         if most is not None and (most < num_required or least > most):
             return None

@@ -2,10 +2,21 @@
 
 import msgspec
 
-from quire_engine.config import EngineCoreConfig
+from quire_engine.config import EngineCoreConfig, ParallelConfig
+from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import AbortFlagHandle, MeetingPlace, SharedMemoryGroup
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageQueueHandle
+
+
+def rank_state(parallel: ParallelConfig, rank: int = 0) -> ParallelState:
+    """A rank's place by the settings, without groups."""
+    return ParallelState(
+        rank=rank,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        enable_expert_parallel=parallel.enable_expert_parallel,
+    )
 
 
 class WorkerArguments(msgspec.Struct):

@@ -7,13 +7,13 @@ import torch
 
 from quire_engine.adapters.store import adaptable_layers, planned_bytes
 from quire_engine.config import EngineCoreConfig
-from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import STATE, StateSpec, block_bytes
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.layers.parallel import packed_bytes
 from quire_engine.models.linear import linear_methods
 from quire_engine.models.loader import META, build, check_weights, new_model
+from quire_engine.worker.arguments import rank_state
 from quire_engine.worker.cache_allocator import CacheLayout, cache_bytes, num_blocks_for
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
 from quire_engine.worker.model_loader import ModelLoader
@@ -47,11 +47,7 @@ class MemoryEstimate:
             ValueError: the weights, or one KV block, do not fit into the memory that is free now.
             CheckpointError: a file is broken, or a tensor is missing or of the wrong shape.
         """
-        parallel = ParallelState(
-            tensor_parallel_size=config.parallel.tensor_parallel_size,
-            pipeline_parallel_size=config.parallel.pipeline_parallel_size,
-            enable_expert_parallel=config.parallel.enable_expert_parallel,
-        )
+        parallel = rank_state(config.parallel)
         folder, is_dummy = Path(config.model.model), config.model.load_format == "dummy"
         loader = ModelLoader(config, checkpoint, max_model_len, parallel, device)
         tensors = None if is_dummy else check_weights(folder, checkpoint)

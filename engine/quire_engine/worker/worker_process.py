@@ -53,7 +53,7 @@ from quire_engine.messages import (
 from quire_engine.models.served import read_checkpoint
 from quire_engine.system.child_process import die_with_parent, end_with_stdin
 from quire_engine.system.log_lines import log_to_stderr
-from quire_engine.worker.arguments import WorkerArguments
+from quire_engine.worker.arguments import WorkerArguments, rank_state
 from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import StepClock, SubmittedStep
 from quire_engine.worker.worker import Worker
@@ -158,11 +158,7 @@ class WorkerProcess:
                 init_method=arguments.meeting_place.init_method,
                 device=self._device,
             )
-        state = ParallelState(
-            rank=arguments.rank,
-            tensor_parallel_size=parallel.tensor_parallel_size,
-            pipeline_parallel_size=parallel.pipeline_parallel_size,
-        )
+        state = rank_state(parallel, arguments.rank)
 
         def join(group: SharedMemoryGroup | None, rank: int) -> SharedMemoryCommunicator | None:
             if group is None:

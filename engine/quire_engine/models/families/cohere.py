@@ -8,6 +8,8 @@ from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_
 from quire_engine.models.families.reading import (
     make_layers,
     read_attention,
+    read_experts,
+    read_layer_types,
     read_mlp,
     read_num_layers,
     read_window,
@@ -57,12 +59,8 @@ def cohere2_moe(fields: Fields) -> ModelOptions:
     """Cohere 2 with experts (https://huggingface.co/docs/transformers/model_doc/cohere2_moe), but in the first layers,
     whose windows have a period of their own. The result is the sum or the mean of that of the routed experts and that
     of the shared ones, of which we make one."""
-    number = read_num_layers(fields)
-    num_dense = fields.integer("first_k_dense_replace", 0, number, 0)
-    types = fields.values.get("mlp_layer_types")
-    types = [DENSE] * num_dense + [SPARSE] * (number - num_dense) if types is None else types
-    if not isinstance(types, list) or len(types) != number or not all(one in (DENSE, SPARSE) for one in types):
-        raise fields.error("mlp_layer_types", f"{DENSE} or {SPARSE} for each of {number} layers")
+    num_dense = fields.integer("first_k_dense_replace", 0, read_num_layers(fields), 0)
+    types = read_layer_types(fields, (DENSE, SPARSE), lambda i: DENSE if i < num_dense else SPARSE, "mlp_layer_types")
     period = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, 4)
     first_period = fields.integer("prefix_dense_sliding_window_pattern", 1, MAX_LAYERS, 1)
     windows = read_windows(
@@ -95,16 +93,13 @@ def cohere2_moe(fields: Fields) -> ModelOptions:
 
 
 def _read_experts(fields: Fields) -> ExpertsOptions:
-    number = fields.integer("num_experts", 1, MAX_EXPERTS, 8)
     expert, num_shared = read_mlp(fields), fields.integer("num_shared_experts", 0, MAX_EXPERTS, 0)
     scoring = fields.choice("expert_selection_fn", ("softmax", "sigmoid"), "softmax")
     strategy = fields.choice("shared_expert_combination_strategy", ("average", "sum"), "average")
     scale = 0.5 if num_shared and strategy == "average" else 1.0
     is_plain = scoring == "softmax" and scale == 1
-    return ExpertsOptions(
-        num_experts=number,
-        top_k=fields.integer("num_experts_per_tok", 1, number, min(2, number)),
-        expert=expert,
+    return read_experts(
+        fields, 8, 2, expert=expert,
         norm_topk_prob=scoring == "softmax" or fields.boolean("norm_topk_prob", True),
         shared=MLPOptions(
             intermediate_size=num_shared * expert.intermediate_size, activation=expert.activation, bias=expert.bias

@@ -10,6 +10,7 @@ from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_
 from quire_engine.models.families.reading import (
     make_layers,
     read_attention,
+    read_layer_types,
     read_mlp,
     read_num_layers,
     read_rope,
@@ -218,11 +219,8 @@ def read_mlps(
         shared_has_gate=False,
         grouped=grouped,
     )
-    num_layers = read_num_layers(fields)
-    num_dense = min(fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first_dense), num_layers)
-    types = fields.values.get("mlp_layer_types")
-    if types is None:
-        types = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
-    if not isinstance(types, list) or len(types) != num_layers or not all(one in ("dense", "sparse") for one in types):
-        raise fields.error("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
+    num_dense = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first_dense)
+    types = read_layer_types(
+        fields, ("dense", "sparse"), lambda i: "dense" if i < num_dense else "sparse", "mlp_layer_types"
+    )
     return [mlp if one == "dense" else experts for one in types]

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
-from quire_engine.models.families.reading import make_layers, read_mlp, read_num_layers, read_rope
-from quire_engine.models.options import AttentionOptions, ExpertsOptions, GroupedRouting, ModelOptions
+from quire_engine.models.families.reading import make_layers, read_experts, read_mlp, read_num_layers, read_rope
+from quire_engine.models.options import AttentionOptions, GroupedRouting, ModelOptions
 
 COMMON = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": True}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -32,12 +32,14 @@ def ernie4_5_moe(fields: Fields) -> ModelOptions:
     heads of multi-token prediction are not computed."""
     if fields.boolean("use_bias", False):
         raise fields.error("use_bias", "false")
-    mlp, number = read_mlp(fields), fields.integer("moe_num_experts", 1, MAX_EXPERTS, 64)
-    size = fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1536)
+    mlp, size = read_mlp(fields), fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1536)
     shared = fields.integer("moe_num_shared_experts", 0, MAX_EXPERTS, 2)
-    experts = ExpertsOptions(
-        num_experts=number,
-        top_k=fields.integer("moe_k", 1, number, min(6, number)),
+    experts = read_experts(
+        fields,
+        64,
+        6,
+        name="moe_num_experts",
+        top_k_name="moe_k",
         expert=replace(mlp, intermediate_size=size),
         norm_topk_prob=True,
         shared=replace(mlp, intermediate_size=shared * size) if shared else None,

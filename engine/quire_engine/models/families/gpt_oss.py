@@ -5,9 +5,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_EXPERTS, Fields
-from quire_engine.models.families.reading import make_layers, read_attention, read_mlp, read_window, read_windows
-from quire_engine.models.options import PRE_NORMS, ExpertsOptions, ModelOptions
+from quire_engine.models.checkpoints.fields import Fields
+from quire_engine.models.families.reading import (
+    make_layers,
+    read_attention,
+    read_experts,
+    read_mlp,
+    read_window,
+    read_windows,
+)
+from quire_engine.models.options import PRE_NORMS, ModelOptions
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {
@@ -25,13 +32,9 @@ def gpt_oss(fields: Fields) -> ModelOptions:
     if not any(fields.inner(name).values for name in ("rope_scaling", "rope_parameters")):
         raise fields.error("rope_scaling", "given: no two versions of the model have the same where it is not")
     attention = read_attention(fields, bias=True, sinks=True)
-    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 128)
-    experts = ExpertsOptions(
-        num_experts=num_experts,
-        top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(4, num_experts)),
-        expert=replace(read_mlp(fields, bias=True), activation="swigluoai"),
-        norm_topk_prob=True,
-        stack="interleaved",
+    expert = replace(read_mlp(fields, bias=True), activation="swigluoai")
+    experts = read_experts(
+        fields, 128, 4, name="num_local_experts", expert=expert, norm_topk_prob=True, stack="interleaved"
     )
     windows = read_windows(fields, read_window(fields, 128), lambda i: i % 2 == 0)
     return ModelOptions(

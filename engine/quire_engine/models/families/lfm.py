@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
-from quire_engine.models.families.reading import FULL, read_layer_types, read_num_layers, read_rope
+from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.families.reading import FULL, read_experts, read_layer_types, read_num_layers, read_rope
 from quire_engine.models.options import (
     AttentionOptions,
     ExpertsOptions,
@@ -43,11 +43,8 @@ def lfm2(fields: Fields) -> ModelOptions:
 
 def lfm2_moe(fields: Fields) -> ModelOptions:
     """LFM2 with experts in all layers but the first; sigmoids score them, and a bias balances them."""
-    num_experts = fields.integer("num_experts", 1, MAX_EXPERTS, 32)
-    experts = ExpertsOptions(
-        num_experts=num_experts,
-        top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(4, num_experts)),
-        expert=MLPOptions(intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1792)),
+    experts = read_experts(
+        fields, 32, 4, expert=MLPOptions(intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1792)),
         norm_topk_prob=fields.boolean("norm_topk_prob", True),
         stack="halves",
         grouped=GroupedRouting(

@@ -9,7 +9,9 @@ from quire_engine.models.families.reading import (
     FULL,
     make_layers,
     read_attention,
+    read_experts,
     read_head_size,
+    read_layer_types,
     read_mlp,
     read_num_layers,
     read_rope,
@@ -90,11 +92,7 @@ def llama4(fields: Fields) -> ModelOptions:
             llama_4_scaling_beta=fields.positive("attn_scale", 0.1),
             original_max_position_embeddings=fields.integer("floor_scale", 1, MAX_POSITIONS, 8192),
         )
-    num_layers, types = read_num_layers(fields), fields.values.get("layer_types")
-    if types is None:
-        types = [FULL if chunk is None or i in without_rope else CHUNKED for i in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not all(one in (FULL, CHUNKED) for one in types):
-        raise fields.error("layer_types", f"{FULL} or {CHUNKED} for each of {num_layers} layers")
+    types = read_layer_types(fields, (FULL, CHUNKED), lambda i: FULL if chunk is None or i in without_rope else CHUNKED)
     if chunk is None and CHUNKED in types:
         raise fields.error("attention_chunk_size", f"an integer above 0, as layer_types names {CHUNKED}")
     rotated = replace(attention, unit_norms=fields.boolean("use_qk_norm", True))
@@ -161,9 +159,7 @@ def ministral3(fields: Fields) -> ModelOptions:
 
 def mixtral(fields: Fields) -> ModelOptions:
     """Mixtral (Jiang et al. 2024, https://arxiv.org/abs/2401.04088): Mistral with experts, two of eight per token."""
-    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 8)
-    top_k = fields.integer("num_experts_per_tok", 1, num_experts, 2)
-    experts = ExpertsOptions(num_experts=num_experts, top_k=top_k, expert=read_mlp(fields), norm_topk_prob=True)
+    experts = read_experts(fields, 8, 2, name="num_local_experts", expert=read_mlp(fields), norm_topk_prob=True)
     attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, None))
     return ModelOptions(layers=make_layers(fields, attention, experts), renamed=MIXTRAL_NAMES)
 
@@ -179,14 +175,10 @@ def minimax_m2(fields: Fields) -> ModelOptions:
     if fields.values.get("rotary_dim") is not None:
         part = fields.integer("rotary_dim", 2, MAX_SIZE) / read_head_size(fields)
         fields = fields.with_values({"partial_rotary_factor": part, **fields.values})
-    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 256)
-    experts = ExpertsOptions(
-        num_experts=num_experts,
-        top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(8, num_experts)),
-        expert=read_mlp(fields),
-        norm_topk_prob=True,
+    experts = read_experts(
+        fields, 256, 8, name="num_local_experts", expert=read_mlp(fields), norm_topk_prob=True,
         grouped=GroupedRouting(num_groups=1, top_groups=1, scoring="sigmoid", has_bias=True, scale=1.0),
-    )
+    )  # fmt: skip
     attention = AttentionOptions(rope=read_rope(fields), projection_norms=True)
     return ModelOptions(layers=make_layers(fields, attention, experts), renamed=MINIMAX_NAMES)
 
@@ -247,13 +239,8 @@ def olmoe(fields: Fields) -> ModelOptions:
     together, and of all keys."""
     if fields.values.get("clip_qkv") is not None:
         raise fields.error("clip_qkv", "null")
-    num_experts = fields.integer("num_experts", 1, MAX_EXPERTS, 64)
-    experts = ExpertsOptions(
-        num_experts=num_experts,
-        top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(8, num_experts)),
-        expert=read_mlp(fields),
-        norm_topk_prob=fields.boolean("norm_topk_prob", False),
-    )
+    is_normed = fields.boolean("norm_topk_prob", False)
+    experts = read_experts(fields, 64, 8, expert=read_mlp(fields), norm_topk_prob=is_normed)
     return ModelOptions(layers=make_layers(fields, read_attention(fields, projection_norms=True), experts))
 
 

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import (
     make_layers,
     read_attention,
+    read_experts,
+    read_layer_types,
     read_mlp,
     read_mrope,
     read_num_layers,
@@ -119,10 +121,8 @@ def qwen3_moe(fields: Fields) -> ModelOptions:
 def mellum(fields: Fields) -> ModelOptions:
     """Mellum 2 (https://huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base): Qwen3-MoE with layers that have a window, and
     a rotation of their own. Layers of multi-token prediction are not computed."""
-    num_layers, types = read_num_layers(fields), fields.values.get("mlp_layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
-            raise fields.error("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
+    if fields.values.get("mlp_layer_types") is not None:
+        types = read_layer_types(fields, ("dense", "sparse"), lambda i: "sparse", "mlp_layer_types")
         dense = [i for i, one in enumerate(types) if one == "dense"]
         fields = fields.with_values({**fields.values, "mlp_only_layers": dense})
     windows = read_windows(fields, read_window(fields, 1024), lambda i: False)
@@ -150,7 +150,6 @@ def read_mlps(
     `stack` is that of `ExpertsOptions`."""
     # transformers 5 writes Qwen3's number under the name that Mixtral has for it.
     name = "num_local_experts" if fields.values.get("num_experts") is None else "num_experts"
-    number = fields.integer(name, 1, MAX_EXPERTS, num_experts)
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
         raise fields.error("mlp_only_layers", "a list of layers' numbers")
@@ -159,13 +158,9 @@ def read_mlps(
         size = fields.integer("shared_expert_intermediate_size", 1, MAX_SIZE, shared_size)
         shared = replace(mlp, intermediate_size=size)
     size = fields.integer("moe_intermediate_size", 1, MAX_SIZE, intermediate_size)
-    experts = ExpertsOptions(
-        num_experts=number,
-        top_k=fields.integer("num_experts_per_tok", 1, number, min(top_k, number)),
-        expert=replace(mlp, intermediate_size=size),
-        norm_topk_prob=fields.boolean("norm_topk_prob", False),
-        shared=shared,
-        stack=stack,
-    )
+    experts = read_experts(
+        fields, num_experts, top_k, name=name, expert=replace(mlp, intermediate_size=size),
+        norm_topk_prob=fields.boolean("norm_topk_prob", False), shared=shared, stack=stack,
+    )  # fmt: skip
     step = fields.integer("decoder_sparse_step", 1, MAX_SIZE, 1)
     return [mlp if i in dense or (i + 1) % step else experts for i in range(read_num_layers(fields))]

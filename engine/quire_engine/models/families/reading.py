@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 from quire_engine.models.options import AttentionOptions, ExpertsOptions, LayerOptions, MLPOptions, RopeConfig
 
 ACTIVATIONS = {
@@ -72,6 +72,30 @@ def read_mlp(
     return MLPOptions(intermediate_size=size, activation=activation, bias=bias, is_gated=is_gated)
 
 
+def read_experts(
+    fields: Fields,
+    number: int,
+    top_k: int,
+    *,
+    name: str = "num_experts",
+    top_k_name: str = "num_experts_per_tok",
+    **options: Any,
+) -> ExpertsOptions:
+    """Experts.
+
+    Args:
+        fields: of `config.json`.
+        number: the default of the field `name`.
+        top_k: the default of the field `top_k_name`.
+        name: the field with the number of experts.
+        top_k_name: the field with the number of each token's experts.
+        options: the other options of the experts.
+    """
+    number = fields.integer(name, 1, MAX_EXPERTS, number)
+    top_k = fields.integer(top_k_name, 1, number, min(top_k, number))
+    return ExpertsOptions(num_experts=number, top_k=top_k, **options)
+
+
 def make_layers(
     fields: Fields,
     attention: AttentionOptions,
@@ -114,19 +138,22 @@ def without_rope(
     return tuple(changed)
 
 
-def read_layer_types(fields: Fields, kinds: tuple[str, ...], default: Callable[[int], str]) -> list[str]:
-    """The kind of each layer, from the field `layer_types`.
+def read_layer_types(
+    fields: Fields, kinds: tuple[str, ...], default: Callable[[int], str], name: str = "layer_types"
+) -> list[str]:
+    """The kind of each layer, from the field of this name.
 
     Args:
         fields: of `config.json`.
         kinds: the names of all kinds.
         default: the kind of a layer, by its number, if the field is missing.
+        name: the field's.
     """
-    num_layers, types = read_num_layers(fields), fields.values.get("layer_types")
+    num_layers, types = read_num_layers(fields), fields.values.get(name)
     if types is None:
         return [default(number) for number in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or not all(one in kinds for one in types):
-        raise fields.error("layer_types", f"{' or '.join(kinds)} for each of {num_layers} layers")
+        raise fields.error(name, f"{' or '.join(kinds)} for each of {num_layers} layers")
     return types
 
 
@@ -154,11 +181,9 @@ def read_windows(fields: Fields, window: int | None, is_sliding: Callable[[int],
         window: the size.
         is_sliding: whether a layer has a window, by its number, if the field `layer_types` is missing.
     """
-    num_layers, types = read_num_layers(fields), fields.values.get("layer_types")
-    if types is None:
-        types = [SLIDING if window is not None and is_sliding(i) else FULL for i in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not all(one in (FULL, SLIDING) for one in types):
-        raise fields.error("layer_types", f"{FULL} or {SLIDING} for each of {num_layers} layers")
+    types = read_layer_types(
+        fields, (FULL, SLIDING), lambda i: SLIDING if window is not None and is_sliding(i) else FULL
+    )
     if window is None and SLIDING in types:
         raise fields.error("sliding_window", f"above 0 and in use, as layer_types names {SLIDING}")
     return tuple(window if one == SLIDING else None for one in types)

@@ -169,12 +169,8 @@ class HeadlessEngine:
     # -- a session -----------------------------------------------------------------------------------------------------
 
     async def _serve(self, front: FrontConnection) -> None:
-        """One session, from its beginning to its end.
-
-        Raises:
-            FrontLostError: the front is gone, or does not take this engine now.
-            EngineError: it will never take it, or the engine cannot start.
-        """
+        """One session, from its beginning to its end. Raises FrontLostError if the front is gone, or does not take this
+        engine now; EngineError if it will never take it, or the engine cannot start."""
         accepted = await self._join(front)
         beating = asyncio.ensure_future(self._beat(front))
         try:
@@ -203,12 +199,8 @@ class HeadlessEngine:
             self._numbers.clear()
 
     async def _join(self, front: FrontConnection) -> Accepted:
-        """Ask to be a replica.
-
-        Raises:
-            FrontLostError: the front is gone, or does not take this engine now.
-            EngineError: it will never take it.
-        """
+        """Ask to be a replica. Raises FrontLostError if the front is gone, or does not take this engine now;
+        EngineError if it will never take it."""
         join = Join(self._rank, platform.node(), self._description)
         front.send(MessageType.JOIN, msgspec.msgpack.encode(join))
         kind, payload = await front.receive()
@@ -217,12 +209,8 @@ class HeadlessEngine:
         return msgspec.msgpack.decode(payload, type=Accepted)
 
     async def _ready_replica(self, num_blocks: int) -> LocalReplica:
-        """The engine, with nothing to do and awake; started if there is none, or none of this size.
-
-        Raises:
-            FrontLostError: the engine has died again.
-            EngineDeadError: the first one cannot start.
-        """
+        """The engine, with nothing to do and awake; started if there is none, or none of this size. Raises
+        FrontLostError if the engine has died again, and EngineDeadError if the first one cannot start."""
         replica = self._replica
         if replica is None or replica.ready.num_blocks != num_blocks:
             await self._end_replica()

@@ -82,7 +82,7 @@ class RecordedContext:
         for own, table in zip(self.block_tables, self._tables, strict=True):
             own[:num_sequences, :width] = table[rows.slots, :width]
         if rows.states is not None:
-            for own, given in zip(self._states, rows.states.arrays, strict=True):
+            for own, given in zip(self._states, rows.states, strict=True):
                 own[: len(given)] = given
         self.set_columns(rows)
         self.plan_for(num_sequences)
