@@ -343,35 +343,47 @@ def test_load_error_is_one_line(arguments: Any, monkeypatch: Any, error: Any, me
     TritonPythonModel().finalize()
 
 
-def test_a_model_has_metrics_once_it_is_loaded(engine: Any, arguments: Any, monkeypatch: Any) -> None:
+@pytest.fixture
+def exporters(monkeypatch: Any) -> list[TritonStatLogger]:
+    """Those to /metrics that models make."""
+    made = []
+
+    def make(*arguments: Any, **options: Any) -> TritonStatLogger:
+        made.append(TritonStatLogger(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(model_module, "TritonStatLogger", make)
+    return made
+
+
+def test_a_model_has_metrics_once_it_is_loaded(
+    engine: Any, arguments: Any, exporters: list[TritonStatLogger], monkeypatch: Any
+) -> None:
     """While it loads, it would look like one whose engine is down; and nobody calls `finalize` if it cannot."""
-    loggers = []
 
     def load(config, stat_loggers):
-        loggers.extend(stat_loggers)
-        assert not loggers[0].enabled
+        assert not exporters[0].enabled
         return engine
 
     monkeypatch.setattr(model_module, "make_engine", load)
     model = TritonPythonModel()
     model.initialize(arguments)
-    assert loggers[0].enabled
+    assert exporters[0].enabled
     model.finalize()
-    assert not loggers[0].enabled
+    assert not exporters[0].enabled
 
 
 def test_a_model_that_the_server_has_forgotten_ends_its_engine_and_takes_its_metrics_away(
-    engine: Any, arguments: Any, tmp_path: Any, monkeypatch: Any
+    engine: Any, arguments: Any, exporters: list[TritonStatLogger], tmp_path: Any, monkeypatch: Any
 ) -> None:
-    loggers = []
-    monkeypatch.setattr(model_module, "make_engine", lambda config, own: loggers.extend(own) or engine)
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
     monkeypatch.setenv("QUIRE_RUN_ID", "run")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = TritonPythonModel()
     model.initialize(arguments)
     (page,) = read_status_pages(tmp_path)
     ask_to_end(tmp_path, page)
-    wait_until(lambda: "shutdown" in engine.events and not loggers[0].enabled, "all of it is gone")
+    wait_until(lambda: "shutdown" in engine.events and not exporters[0].enabled, "all of it is gone")
     (page,) = read_status_pages(tmp_path)
     assert page.state is StubState.RETIRED
     model.finalize()  # the server remembers it after all
@@ -591,20 +603,18 @@ def test_metrics_are_switched_off_as_in_vllm_backend_too(
     reason: Any,
     engine: Any,
     arguments: Any,
+    exporters: list[TritonStatLogger],
     monkeypatch: Any,
     caplog: Any,
     tmp_path: Any,
 ) -> None:
     (tmp_path / "1" / "model.json").write_text(json.dumps({"model": "weights", **settings}))
     pbtxt = {} if parameter is None else {"parameters": {"REPORT_CUSTOM_METRICS": {"string_value": parameter}}}
-    loggers = []
-    monkeypatch.setattr(
-        model_module, "make_engine", lambda config, stat_loggers: loggers.extend(stat_loggers) or engine
-    )
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
     monkeypatch.setattr(triton_api, "install_log_handler", lambda: None)
     model = TritonPythonModel()
     model.initialize({**arguments, "model_config": json.dumps(pbtxt)})
-    assert loggers[0].enabled == (reason is None)
+    assert exporters[0].enabled == (reason is None)
     told = [record.getMessage() for record in caplog.records if record.name.startswith("quire_monitoring")]
     assert told == ([] if reason is None else [f"no custom metrics: they are switched off by {reason}"])
     model.finalize()

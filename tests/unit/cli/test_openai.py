@@ -8,6 +8,7 @@ import pytest
 from quire_cli import openai
 from quire_cli.console import Console
 from quire_cli.errors import UsageError
+from quire_cli.main import run
 from quire_cli.openai import Gateway, gateway_command, gateway_environment, read_api_keys, run_gateway
 from quire_cli.ports import Endpoint
 from quire_gateway.keys import KeyRing, parse_key
@@ -84,7 +85,7 @@ def test_a_new_key_is_shown_once_and_its_line_lets_it_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
-    openai.print_new_key("batch", {"requests_per_minute": 60, "tokens_per_minute": None})
+    assert run(["keys", "api", "batch", "--requests-per-minute", "60"]) == 0
     said = capsys.readouterr()
     key = said.err.split()[-1]
     assert key not in said.out
@@ -95,8 +96,8 @@ def test_a_new_key_is_shown_once_and_its_line_lets_it_in(
     assert found is not None
     assert (found.name, found.requests_per_minute, found.tokens_per_minute) == ("batch", 60, None)
     assert ring.find(f"Bearer {key}x") is None
-    with pytest.raises(UsageError, match="the name is 'a b'"):
-        openai.print_new_key("a b", {})
+    assert run(["keys", "api", "a b"]) == 2
+    assert "the name is 'a b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,9 @@ def test_errors_are_of_the_kind_that_the_status_says(code: str, text: str, kind:
     ],
 )  # fmt: skip
 def test_each_kind_of_prompt_has_its_input(prompt: Prompt, name: str) -> None:
-    from quire_client.client import _prompt_input
-    from quire_client.messages import infer_request
+    from quire_client.messages import infer_request, prompt_input
 
-    request = infer_request("m", dict([_prompt_input(prompt)]))
+    request = infer_request("m", dict([prompt_input(prompt)]))
     assert [one.name for one in request.inputs] == [name]
     if name == "input_ids":
         assert list(request.inputs[0].shape) == [len(prompt)]

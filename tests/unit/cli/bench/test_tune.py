@@ -116,7 +116,7 @@ class Machine:
     ) -> Iterator[tuple[str, str]]:
         if settings.get("quantization") == "int3":
             raise TrialError("quantization is 'int3'")
-        self.served.append({**options.settings, **settings})
+        self.served.append({**options.fixed, **settings})
         yield "a:1", "a:2"
 
     async def measure(
