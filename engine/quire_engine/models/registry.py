@@ -195,6 +195,8 @@ POOLING_ARCHITECTURES = {
 } | ENCODERS  # fmt: skip
 """The same of all models that do not generate."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
 TEXT_TYPES = {
     "AyaVisionForConditionalGeneration": ("cohere2", "cohere"),
     "Cohere2VisionForConditionalGeneration": ("cohere2",),
