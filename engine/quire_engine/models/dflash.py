@@ -30,7 +30,7 @@ from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.parallel import ColumnParallel, Weight, load_targets
 from quire_engine.models.linear import draft_methods
 from quire_engine.models.loader import META, bounded_config, build, check_tensors, load_tensors
-from quire_engine.models.options import LayerOptions, ModelOptions
+from quire_engine.models.options import AttentionOptions, LayerOptions, ModelOptions
 from quire_engine.models.registry import DFLASH_ARCHITECTURES
 from quire_engine.models.step_context import KVCaches, StepContext
 
@@ -147,7 +147,7 @@ def _with_causality(fields: Fields, inner: Fields, layers: tuple[LayerOptions, .
     name = "is_causal" if given is fields else "causal"
     found = []
     for layer in layers:
-        assert layer.attention is not None
+        assert isinstance(layer.attention, AttentionOptions)
         is_causal = given.boolean(name, layer.attention.window is not None)
         found.append(replace(layer, attention=replace(layer.attention, is_causal=is_causal)))
     return tuple(found)

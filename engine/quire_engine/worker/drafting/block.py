@@ -7,7 +7,6 @@ from quire_kernels import load_rows
 
 from quire_engine.messages import DraftTokens
 from quire_engine.models.step_context import StepRows
-from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.chain import CachingDrafter
 from quire_engine.worker.drafting.chain_models import BlockModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
@@ -24,12 +23,10 @@ class BlockDrafter(CachingDrafter):
         block                         4 │ ?  ?  ?    mask tokens, in whose places the drafts are
     """
 
-    def __init__(self, model: BlockModel, bytes_per_block: int, batch: InputBatch, max_tokens: int) -> None:
-        self._head = model.head
-        super().__init__(model, bytes_per_block, batch, max_tokens)
+    _model: BlockModel
 
     def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
-        batch, head, ends = self._batch, self._head, self._batch.num_known_tokens[slots] - 1
+        batch, head, ends = self._batch, self._model.head, self._batch.num_known_tokens[slots] - 1
         self._pass(self._catch_up(slots, ends, self._max_tokens))
         # There may be no block for the last place, as only the inputs of drafts have to be in the cache: then it has
         # the logits of the one before.
@@ -43,6 +40,6 @@ class BlockDrafter(CachingDrafter):
         each = [firsts[:count] + np.minimum(place, lens[:count] - 1) for place, count in enumerate(counts, 1)]
         context, (token_ids_T, rows_D) = self._upload(rows, token_ids, np.concatenate(each))
         logits_DV = head.logits(load_rows(head.run(token_ids_T, context, self._kv_caches), rows_D))
-        for logits_SV in logits_DV.split(counts):
+        for logits_SV in torch.split(logits_DV, counts):
             sampling.draw(logits_SV)
         return sampling.drafts()

@@ -42,18 +42,18 @@ class CachingDrafter:
     """
 
     needs_hidden = False
+    _model: CachingModel
     _layers: RecordedLayers | None = None
 
     def __init__(self, model: CachingModel, bytes_per_block: int, batch: InputBatch, max_tokens: int) -> None:
-        self.bytes_per_block, self._batch, self._max_tokens = bytes_per_block, batch, max_tokens
-        self._caching_model = model
+        self.bytes_per_block, self._model, self._batch, self._max_tokens = bytes_per_block, model, batch, max_tokens
         self.initialize_cache(0)
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate keys and values."""
         self._kv_caches: KVCaches = []
         self._contexts: ContextBuilder | None = None
-        model, batch = self._caching_model, self._batch
+        model, batch = self._model, self._batch
         self._drafted = DraftedPositions(batch, num_blocks)
         self._kv_caches = caches = model.allocate_caches(num_blocks)
         self._contexts = ContextBuilder(
@@ -92,7 +92,7 @@ class CachingDrafter:
 
     def _rows(self, slots: Int64Array, starts: Int64Array, ends: Int64Array) -> StepRows:
         """The rows from `starts` up to `ends`; at positions of drafts, without their tokens."""
-        fields = self._batch.lay_out(slots, starts, ends, self._caching_model.token_offset)
+        fields = self._batch.lay_out(slots, starts, ends, self._model.token_offset)
         return StepRows(**{**fields, "slot_mappings": fields["slot_mappings"][:1]})
 
     def _upload(self, rows: StepRows, *others: Int64Array) -> tuple[StepContext, list[torch.Tensor]]:
@@ -102,12 +102,12 @@ class CachingDrafter:
     def _pass(self, known: StepRows) -> torch.Tensor:
         """Compute known positions → [S, E] of the last one of each request."""
         context, (token_ids_T, last_rows_S) = self._upload(known, known.token_ids, known.query_start_loc[1:] - 1)
-        out_TE = self._run(self._caching_model.known_inputs(token_ids_T, context.slot_mapping), known, context)
+        out_TE = self._run(self._model.known_inputs(token_ids_T, context.slot_mapping), known, context)
         return load_rows(out_TE, last_rows_S)
 
     def _run(self, inputs: Sequence[torch.Tensor], rows: StepRows, context: StepContext) -> torch.Tensor:
         if self._layers is None or len(rows.positions) > RECORDED_TOKENS:
-            return self._caching_model.layers(inputs, context, self._kv_caches)
+            return self._model.layers(inputs, context, self._kv_caches)
         self._layers.context.set(rows)
         return self._layers(inputs)
 
@@ -123,6 +123,8 @@ class ChainDrafter(CachingDrafter):
         max_drafts: of a request.
     """
 
+    _model: ChainModel
+
     def __init__(
         self,
         model: ChainModel,
@@ -131,7 +133,7 @@ class ChainDrafter(CachingDrafter):
         max_tokens: int,
         max_drafts: int,
     ) -> None:
-        self._model, self._max_drafts = model, max_drafts
+        self._max_drafts = max_drafts
         self._last: dict[int, tuple[int, DraftTokens]] = {}
         """By slot, the slot's generation and what was drafted last."""
         super().__init__(model, bytes_per_block, batch, max_tokens)
