@@ -244,7 +244,8 @@ def draft_with(
 ) -> None:
     """Draft tokens for requests that are added from now on; without a proposer, the workers do."""
     rows = scheduler.config.max_num_sampled_rows
-    scheduler._drafter = Drafter(proposer, vocab_size, most, rows, costs, patience)
+    reads_prompts = scheduler._drafter is None or scheduler._drafter._reads_prompts
+    scheduler._drafter = Drafter(proposer, vocab_size, most, rows, costs, patience, reads_prompts=reads_prompts)
 
 
 def draft_always(

@@ -17,7 +17,7 @@ from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.kv_transfer_config import KVTransferConfig
 from quire_engine.config.lora_config import LoRAConfig
 from quire_engine.config.parallel_config import ParallelConfig
-from quire_engine.config.speculative_config import SpeculativeConfig
+from quire_engine.config.speculative_config import ONE_RANK, WITHOUT_CACHE, SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 
 MAX_DRAFTED_ROWS = 512
@@ -216,7 +216,13 @@ class EngineCoreConfig:
                 f"{self.parallel.pipeline_parallel_size}; its head reads hidden states of several stages: use another "
                 "method, or tensor_parallel_size"
             )
-
+        if drafts is not None and drafts[0] in ONE_RANK and self.parallel.world_size > 1:
+            raise ValueError(
+                f"speculative_config: method is {drafts[0]!r} with tensor_parallel_size="
+                f"{self.parallel.tensor_parallel_size} and pipeline_parallel_size="
+                f"{self.parallel.pipeline_parallel_size}; it reads what several ranks would have parts of: use another "
+                "method, or one rank"
+            )
         if self.parallel.is_lockstep:
             self._check_lockstep()
         backend = self.parallel.executor_backend
@@ -248,9 +254,9 @@ class EngineCoreConfig:
         backend, drafts = self.parallel.executor_backend, self.scheduler.draft_checkpoint
         check(backend != "ray", "distributed_executor_backend", backend, "'uni' or 'mp' with kv_transfer_config: ranks "
               "of Ray do not tell what they have loaded")  # fmt: skip
-        check(drafts is None or drafts[0] == "medusa", "speculative_config: method", drafts and drafts[0], "'ngram', "
-              "'suffix' or 'medusa' with kv_transfer_config: others have keys and values of their own, which are not "
-              "kept with the model's")  # fmt: skip
+        check(drafts is None or drafts[0] in WITHOUT_CACHE, "speculative_config: method", drafts and drafts[0],
+              "'ngram', 'suffix', 'medusa' or 'gemma4_assistant' with kv_transfer_config: others have keys and values "
+              "of their own, which are not kept with the model's")  # fmt: skip
 
     def async_scheduling(self, uses_gpu: bool) -> bool:
         """Whether steps are scheduled ahead, by workers that compute on a GPU or on the CPU.

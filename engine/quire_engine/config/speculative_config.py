@@ -9,12 +9,17 @@ from typing import Annotated, Any
 from quire_engine.config.checks import SHARE, between, check, check_fields, is_number, one_of
 
 LOOKUPS = ("ngram", "suffix")
-MODELS = ("draft_model", "eagle3", "medusa")
+ASSISTANT = "gemma4_assistant"
+MODELS = ("draft_model", "eagle3", "medusa", "dflash", ASSISTANT)
 """Methods that run a checkpoint of their own, beside the model, on the rank that samples."""
+WITHOUT_CACHE = ("medusa", ASSISTANT)
+"""Those of them that keep nothing between steps."""
+ONE_RANK = ("dflash", ASSISTANT)
+"""Those of them that read what several ranks would have parts of."""
 MTP = "mtp"
 """The method that runs a layer of the model's own checkpoint there."""
-MTP_ALIASES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
-"""vLLM's names of it, by family."""
+MTP_ALIASES = ("deepseek_mtp", "gemma4_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
+"""vLLM's names of it, by family. With a `model` it is that of an assistant."""
 METHODS = (*LOOKUPS, *MODELS, MTP)
 MAX_SPECULATIVE_TOKENS = 128
 _NumTokens = Annotated[int, between(1, MAX_SPECULATIVE_TOKENS)]
@@ -50,9 +55,10 @@ class SpeculativeConfig:
     so for the longest such match, in recent outputs of other requests too, and takes what followed most often. With the
     others a model drafts: `draft_model` is a smaller one with the same vocabulary; `eagle3` and `medusa` are heads
     trained for the model, which read its hidden states; `mtp` is such a head that its own checkpoint has (multi-token
-    prediction)."""
+    prediction); `dflash` is a few layers that read its hidden states and draft all tokens in one pass;
+    `gemma4_assistant` is a small model that reads Gemma 4's keys and values."""
     model: str | None = None
-    """The checkpoint folder of the model that drafts, for `draft_model`, `eagle3` and `medusa`."""
+    """The checkpoint folder of the model that drafts, for all methods that have one but `mtp`."""
     acceptance: Annotated[str, one_of("exact", "rejection")] = "exact"
     """`exact`: a draft is accepted if it is the token that the model samples in its place anyway. `rejection`, for the
     methods that have a model: by chance, such that the output is distributed as without drafts (rejection sampling);
@@ -140,6 +146,8 @@ class SpeculativeConfig:
             settings["method"] = "draft_model"
         if settings.get("method") in MTP_ALIASES:
             settings["method"] = MTP
+        if settings.get("method") == MTP and "model" in settings:  # as in vLLM
+            settings["method"] = ASSISTANT
         if "method" not in settings:
             raise ValueError(f"speculative_config: method is missing; it must be one of {', '.join(METHODS)}")
         for name in settings:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire_engine.config import EngineCoreConfig
+from quire_engine.config.speculative_config import WITHOUT_CACHE
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
 from quire_engine.executor import Executor, make_executor
@@ -115,6 +116,7 @@ def _build_scheduler(
         drafter = Drafter(
             make_proposer(config.scheduler.speculative_config), checkpoint.vocab_size,
             config.scheduler.max_draft_tokens, limits.max_num_sampled_rows,
+            reads_prompts=config.scheduler.speculative_config.method not in WITHOUT_CACHE,
         )  # fmt: skip
     connector: KVConnector | None = None
     namespace = ""

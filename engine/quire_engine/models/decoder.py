@@ -305,10 +305,15 @@ class Decoder(nn.Module):
         return self.final_norm(hidden, residual, context)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        hidden_TE = self.embed_alone(token_ids_T)
+        return hidden_TE if self.layer_inputs is None else torch.cat((hidden_TE, self._embed_inputs(token_ids_T)), 1)
+
+    def embed_alone(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, E], without the layers' own inputs."""
         hidden_TE = self.embed_tokens.embed(token_ids_T)
         if self.embedding_scale != 1:
             hidden_TE *= self.embedding_scale
-        return hidden_TE if self.layer_inputs is None else torch.cat((hidden_TE, self._embed_inputs(token_ids_T)), 1)
+        return hidden_TE
 
     def _embed_inputs(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, I], of each of the stage's layers, the part of its input that is the token's own."""

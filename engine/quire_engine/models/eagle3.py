@@ -28,7 +28,7 @@ from torch import nn
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.kv_cache import AttentionSpec
+from quire_engine.kv_cache import StateSpec
 from quire_engine.models.base import normed_pairs
 from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
 from quire_engine.models.checkpoints.config import CheckpointConfig, read_architecture
@@ -169,9 +169,9 @@ class Eagle3(nn.Module):
         """[draft vocabulary] int64, the target's number of each token; right once `d2t` is loaded."""
 
     @property
-    def attention_spec(self) -> AttentionSpec:
+    def state_specs(self) -> list[StateSpec]:
         """The spec of its layer, which needs a KV cache like one of the target's."""
-        return self._layer.self_attn.spec
+        return [self._layer.self_attn.spec]
 
     @property
     def _layer(self) -> _MidLayer:

@@ -21,7 +21,6 @@ from quire_kernels import add_residual, rms_norm
 
 from quire_engine.device.transfer import CPU
 from quire_engine.errors import CheckpointError
-from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.base import OUTPUT, normed_pairs
 from quire_engine.models.checkpoints import StoredTensor
 from quire_engine.models.checkpoints.config import CheckpointConfig
@@ -71,13 +70,6 @@ class MultiTokenPredictor(Decoder):
         self.embedding_first = mtp.embedding_first
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (Weight.of_norm(size, norms) for _ in range(2))
         self.fc = ColumnParallel(2 * size, {"fc": size}, False, self.parallel)
-
-    @property
-    def attention_spec(self) -> AttentionSpec:
-        """The spec of its layer, which needs a KV cache like one of the target's."""
-        (spec,) = self.state_specs
-        assert isinstance(spec, AttentionSpec)
-        return spec
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(token_ids_T) if self._target_embed is None else self._target_embed(token_ids_T)

@@ -179,6 +179,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 """By family, names of fields in its files → those in most."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
 TEXT_TYPES: Mapping[str, tuple[str, ...]] = {
     name: (f"{family}_text",) for name, family in ARCHITECTURES.items() if name.endswith("ForConditionalGeneration")
 } | {

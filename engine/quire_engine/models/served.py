@@ -12,13 +12,20 @@ from quire_engine.models.checkpoints.files import TOKENIZER_FILES, check_files
 from quire_engine.models.fallback.checkpoint import TransformersCheckpoint, is_listed
 from quire_engine.models.registry import (
     ARCHITECTURES,
+    ASSISTANT_ARCHITECTURES,
+    DFLASH_ARCHITECTURES,
     EAGLE3_ARCHITECTURES,
     POOLING_ARCHITECTURES,
     unlisted_family,
 )
 
-_METHODS = {"MedusaModel": "medusa", **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3")}
-"""Architectures of heads that draft by another method."""
+_METHODS = {
+    "MedusaModel": "medusa",
+    **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3"),
+    **dict.fromkeys(ASSISTANT_ARCHITECTURES, "gemma4_assistant"),
+    **dict.fromkeys(DFLASH_ARCHITECTURES, "dflash"),
+}
+"""Architectures of what drafts by another method."""
 
 
 def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:
@@ -139,11 +146,13 @@ def _tokenizer_values(folder: Path) -> object:
 
 
 def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig, load_format: str = "auto") -> None:
-    """Check everything that can be checked without loading the checkpoint of `method`: `draft_model`, `eagle3`,
-    `medusa`, or `mtp`, whose checkpoint is the target's. Raises CheckpointError if something is missing, truncated or
-    of the wrong shape, or does not fit the target."""
+    """Check everything that can be checked without loading the checkpoint of `method`: one that has a model of its own,
+    or `mtp`, whose checkpoint is the target's. Raises CheckpointError if something is missing, truncated or of the
+    wrong shape, or does not fit the target."""
     # These import torch.
+    from quire_engine.models.dflash import DFlashCheckpoint
     from quire_engine.models.eagle3 import Eagle3Checkpoint
+    from quire_engine.models.gemma4_assistant import AssistantCheckpoint
     from quire_engine.models.loader import check_weights
     from quire_engine.models.medusa import MedusaCheckpoint
     from quire_engine.models.mtp import check_mtp
@@ -152,6 +161,10 @@ def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig, 
         MedusaCheckpoint.from_folder(folder, target)
     elif method == "eagle3":
         Eagle3Checkpoint.from_folder(folder, target)
+    elif method == "dflash":
+        DFlashCheckpoint.from_folder(folder, target)
+    elif method == "gemma4_assistant":
+        AssistantCheckpoint.from_folder(folder, target)
     elif method == "mtp":
         check_mtp(folder, target, is_dummy=load_format == "dummy")
     else:

@@ -168,6 +168,7 @@ class Drafter:
         max_num_rows: positions that a step may sample: the number that the memory was measured with.
         curve: how long steps take; unset: that is learned.
         patience: see `PATIENCE`.
+        reads_prompts: a model on the workers needs the token ids of whole prompts.
     """
 
     def __init__(
@@ -178,8 +179,10 @@ class Drafter:
         max_num_rows: int,
         curve: StepCurve | None = None,
         patience: int = PATIENCE,
+        *,
+        reads_prompts: bool = True,
     ) -> None:
-        self._proposer = proposer
+        self._proposer, self._reads_prompts = proposer, reads_prompts
         self._vocab_size, self._max_draft_tokens, self._max_num_rows = vocab_size, max_draft_tokens, max_num_rows
         self._costs = StepCurve() if curve is None else curve
         self._patience = patience
@@ -216,11 +219,12 @@ class Drafter:
     # -- requests come and go ---------------------------------------------------------------------------------------
 
     def take_note(self, request: Request) -> None:
-        """Begin to draft for a new request. A model needs the token ids of the whole prompt, a proposer those of some
-        of it: beside images."""
+        """Begin to draft for a new request. A model may need the token ids of the whole prompt, a proposer those of
+        some of it: beside images."""
         own = request.sampling_params.num_speculative_tokens
         num_given = sum(part.length for part in request.prompt_parts)
         has_ids = not num_given or (self._proposer is not None and num_given < request.num_prompt_tokens)
+        has_ids = has_ids or not self._reads_prompts
         request.is_drafted = own != 0 and has_ids and not request.options.pooling_params
         if request.is_drafted:
             record = self._records[request.request_id] = DraftRecord(self._patience)

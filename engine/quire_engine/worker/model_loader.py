@@ -99,17 +99,18 @@ class ModelLoader:
         model: CausalLM,
         batch: InputBatch,
         allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
+        target_caches: Callable[[], tuple[KVCaches, Sequence[int]]],
         clock: Callable[[], float],
     ) -> Drafting | None:
         """What drafts after steps, for what `load` returned; None without a model that drafts, or on ranks that do not
-        sample. `allocate_caches` makes keys and values of some layers for a number of blocks."""
+        sample. For the callables, see `make_draft_method`."""
         scheduler = self._config.scheduler
         if self._draft_target is None or not self._parallel.is_output_rank:
             return None
         assert isinstance(model, Decoder)
         method = make_draft_method(
             self._config, model, self._draft_target, self.cache_dtype, batch, self._max_model_len, self._device,
-            allocate_caches,
+            allocate_caches, target_caches,
         )  # fmt: skip
         logger.info("drafts: %s, %d bytes per KV block", scheduler.draft_checkpoint, method.bytes_per_block)
         spec = scheduler.speculative_config

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +14,7 @@ from quire_kernels.kv_cache import is_tiled, scale_bytes
 
 from quire_engine.adapters.store import AdapterStore, adaptable_modules
 from quire_engine.config import EngineCoreConfig
+from quire_engine.config.speculative_config import WITHOUT_CACHE
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import STATE, AttentionSpec, KVCacheGroups, RecurrentSpec
@@ -38,6 +39,7 @@ from quire_engine.models import ServedCheckpoint
 from quire_engine.models.base import CausalLM
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.step_context import KVCaches
 from quire_engine.system.memory import available_memory_bytes, release_code_pages, return_freed_memory
 from quire_engine.tasks.pooler import Pooler
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -142,7 +144,7 @@ class Worker:
             and not config.model.enforce_eager and not is_stage
         )  # fmt: skip
         self._new_caches = partial(new_caches, config, cache_dtype, device)
-        drafting = self._loader.load_drafting(model, batch, self._new_caches, self.clock)
+        drafting = self._loader.load_drafting(model, batch, self._new_caches, self._target_caches, self.clock)
         pooler = self._loader.load_pooler()
         self.runner = ModelRunner(model, batch, parallel, device, runs_ahead, drafting, pooler)
         self._caches = CacheAllocator(
@@ -281,9 +283,12 @@ class Worker:
         self._return_memory()
         self.initialize_cache(self._num_blocks)
 
+    def _target_caches(self) -> tuple[KVCaches, Sequence[int]]:
+        return self.runner.kv_caches, self.runner.group_ids
+
     def _load_weights(self, loader: ModelLoader) -> "_Weights":
         model = loader.load()
-        drafting = loader.load_drafting(model, self.runner.batch, self._new_caches, self.clock)
+        drafting = loader.load_drafting(model, self.runner.batch, self._new_caches, self._target_caches, self.clock)
         return _Weights(loader, model, drafting, loader.load_pooler())
 
     def _take(self, weights: "_Weights") -> None:
@@ -414,9 +419,9 @@ def _check(
         raise ValueError(f"kv_cache_dtype is 'int8', which has no kernel for {device}; set it to 'fp8' or 'auto'")
     check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
     drafts = config.scheduler.draft_checkpoint
-    if drafts is not None and drafts[0] != "medusa" and groups.windows[0] not in (None, STATE):
+    if drafts is not None and drafts[0] not in WITHOUT_CACHE and groups.windows[0] not in (None, STATE):
         raise ValueError(
             f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and all of this model's "
             "layers have a sliding window and free those behind it; set disable_hybrid_kv_cache_manager to true, or "
-            "draft with 'ngram', 'suffix' or 'medusa'"
+            "draft with 'ngram', 'suffix', 'medusa' or 'gemma4_assistant'"
         )

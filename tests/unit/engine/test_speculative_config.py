@@ -43,6 +43,7 @@ def test_nothing_is_asked_for(value: Any) -> None:
         ({"method": "eagle3", "model": "/d", "num_speculative_tokens": 3}, 3, (5, 5)),
         ({"method": "medusa", "model": "/d"}, 8, (5, 5)),
         ({"method": "mtp"}, 8, (5, 5)),
+        ({"method": "mtp", "model": "/d"}, 8, (5, 5)),
     ],
 )
 def test_what_is_left_out_has_a_value_that_works(value: Any, most: int, lookup: tuple[int, int]) -> None:
@@ -79,7 +80,7 @@ def test_vllms_keys_that_ask_for_nothing_here_are_passed_over() -> None:
         ({"method": "medusa", "model": ""}, r": model is ''; .* a checkpoint folder"),
         ({"method": "draft_model", "model": ["/d"]}, r": model is \['/d'\]; .* a checkpoint folder"),
         ({"method": "ngram", "model": "/d"}, r": model is '/d'; .* left out with method 'ngram': it has none"),
-        ({"method": "mtp", "model": "/d"}, r": model is '/d'; .* left out with method 'mtp': the layer is in the"),
+        ({"method": "gemma4_assistant"}, r": model is None; .* a checkpoint folder, with method 'gemma4_assistant'"),
         ({"method": "deepsek_mtp"}, r": method is 'deepsek_mtp'; it must be one of .*, mtp$"),
         ({"method": "suffix", "model": "/d"}, r": model is '/d'; .* left out with method 'suffix'"),
         ({"method": "suffix", "acceptance": "rejection"}, r": acceptance is 'rejection'; .* 'exact' with method 'suff"),

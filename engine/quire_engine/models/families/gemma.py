@@ -226,6 +226,21 @@ def gemma4(fields: Fields) -> ModelOptions:
     )
 
 
+def gemma4_assistant(fields: Fields) -> ModelOptions:
+    """The decoder of an assistant of Gemma 4 (`models/gemma4_assistant.py`): no layer makes keys and values, and logits
+    have no cap."""
+    for name in ("enable_moe_block", "use_double_wide_mlp"):
+        if fields.boolean(name, False):
+            raise fields.error(name, "false")
+    fields.integer("hidden_size_per_layer_input", 0, 0, 0)
+    options = gemma4(fields.with_values({**fields.values, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}))
+    layers = []
+    for layer in options.layers:
+        assert isinstance(layer.attention, AttentionOptions)
+        layers.append(replace(layer, attention=replace(layer.attention, cache_of=0)))
+    return replace(options, layers=tuple(layers), logits_soft_cap=None)
+
+
 def with_placeholders(options: LayerInputOptions, outer: Fields, text: Fields) -> LayerInputOptions:
     """The same for a model that takes images: its placeholders have the layers' inputs of padding."""
     tokens = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}

@@ -98,16 +98,15 @@ class Attention(nn.Module):
         assert self.rope_dimensions is not None
         return self.cos_sin.gather(0, positions_3T[self.rope_dimensions].T)
 
-    def forward(
+    def write_cache(
         self,
         hidden_TE: torch.Tensor,
         key_cache_NKBD: torch.Tensor,
         value_cache_NKBD: torch.Tensor,
         context: StepContext,
-        position_bias_HR: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
-        `paged_attention`."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, in_features] -> queries, [T, H, D], and the gates of their outputs, if there are any; writes this step's
+        keys and values to the cache."""
         sizes = [self.head_size * heads for heads in self.qkv_proj.heads]
         q, *projected = self.qkv_proj(hidden_TE).split(sizes, dim=-1)
         gate = None
@@ -143,6 +142,19 @@ class Attention(nn.Module):
         )  # fmt: skip
         if late_norm is not None:
             query_THD = rms_norm(query_THD.flatten(0, 1), late_norm, self.eps).view(query_THD.shape)
+        return query_THD, gate
+
+    def forward(
+        self,
+        hidden_TE: torch.Tensor,
+        key_cache_NKBD: torch.Tensor,
+        value_cache_NKBD: torch.Tensor,
+        context: StepContext,
+        position_bias_HR: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
+        `paged_attention`."""
+        query_THD, gate = self.write_cache(hidden_TE, key_cache_NKBD, value_cache_NKBD, context)
         attend = partial(
             paged_attention, key_cache_NKBD=key_cache_NKBD, value_cache_NKBD=value_cache_NKBD, scale=self.scale,
             window=self.spec.signed_window, soft_cap=self.soft_cap,

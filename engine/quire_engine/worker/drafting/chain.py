@@ -20,7 +20,7 @@ from quire_kernels import NotRecordableError, load_rows
 from quire_engine.messages import DraftTokens
 from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.drafting.chain_models import ChainModel
+from quire_engine.worker.drafting.chain_models import CachingModel, ChainModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
 from quire_engine.worker.drafting.recorded_chain import RecordedChain
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedContext, RecordedLayers
@@ -31,82 +31,41 @@ logger = logging.getLogger(__name__)
 Int64Array = npt.NDArray[np.int64]
 
 
-class ChainDrafter:
-    """A `DraftMethod`.
+class CachingDrafter:
+    """The part of a `DraftMethod` that keeps keys and values, and computes those of known tokens.
 
     Args:
         model: drafts.
         bytes_per_block: of its keys and values, and of what else it keeps.
         batch: the requests.
         max_tokens: that it computes at once.
-        max_drafts: of a request.
     """
 
     needs_hidden = False
+    _model: CachingModel
+    _layers: RecordedLayers | None = None
 
-    def __init__(
-        self,
-        model: ChainModel,
-        bytes_per_block: int,
-        batch: InputBatch,
-        max_tokens: int,
-        max_drafts: int,
-    ) -> None:
+    def __init__(self, model: CachingModel, bytes_per_block: int, batch: InputBatch, max_tokens: int) -> None:
         self.bytes_per_block, self._model, self._batch, self._max_tokens = bytes_per_block, model, batch, max_tokens
-        self._max_drafts = max_drafts
-        self._last: dict[int, tuple[int, DraftTokens]] = {}
-        """By slot, the slot's generation and what was drafted last."""
         self.initialize_cache(0)
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate keys and values."""
         self._kv_caches: KVCaches = []
         self._contexts: ContextBuilder | None = None
-        self._layers: RecordedLayers | None = None
-        self._chain: RecordedChain | None = None
-        self._drafted = DraftedPositions(self._batch, num_blocks)
-        self._last.clear()
-        model, batch, caches = self._model, self._batch, self._model.allocate_caches(num_blocks)
-        self._kv_caches = caches
-        self._contexts = contexts = ContextBuilder(
+        model, batch = self._model, self._batch
+        self._drafted = DraftedPositions(batch, num_blocks)
+        self._kv_caches = caches = model.allocate_caches(num_blocks)
+        self._contexts = ContextBuilder(
             model.state_specs, caches, batch.block_tables[:1], batch.block_size, columns=batch.columns
         )
-        if num_blocks and contexts.are_tiled:
-            try:
-                self._layers = RecordedLayers(
-                    lambda inputs, context: model.layers(inputs, context, caches), model.input_widths, model.dtype,
-                    RecordedContext(contexts),
-                )  # fmt: skip
-                self._chain = RecordedChain(model, caches, batch, contexts, self._max_drafts)
-            except NotRecordableError as error:  # not logged itself: it refers to the caches
-                logger.warning("drafts are computed op by op, which takes longer: %s", str(error))
 
     @property
     def recorded_bytes(self) -> int:
-        return sum(recorded.num_bytes for recorded in (self._layers, self._chain) if recorded is not None)
+        return 0 if self._layers is None else self._layers.num_bytes
 
     def forget_blocks(self, block_ids: list[int]) -> None:
         self._drafted.forget(block_ids)
-
-    def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
-        model = self._model
-        ends = self._batch.num_known_tokens[slots] - model.token_offset
-        is_recorded = self._chain is not None and len(slots) <= RECORDED_TOKENS and sampling.by_chance is None
-        known = self._catch_up(slots, ends, RECORDED_TOKENS if is_recorded else self._max_tokens)
-        if self._chain is not None and is_recorded:
-            drafts = sampling.drafts_of(*self._chain.draft(known, sampling))
-        else:
-            out_SE = self._pass(known)
-            token_ids = sampling.draw(model.logits(out_SE))
-            while sampling.goes_on():  # one position of each request that has one more draft
-                own, ends = slice(sampling.num_rows(sampling.num_drawn)), ends + 1
-                rows = self._rows(slots[own], ends[own] - 1, ends[own])
-                out_SE = self._run(model.drafted_inputs(token_ids[own], out_SE[own]), rows, self._upload(rows)[0])
-                token_ids = sampling.draw(model.logits(out_SE))
-            drafts = sampling.drafts()
-        generations = self._batch.generation[slots].tolist()
-        self._last.update(zip(slots.tolist(), zip(generations, drafts, strict=True), strict=True))
-        return drafts
 
     def _catch_up(self, slots: Int64Array, ends: Int64Array, most: int) -> StepRows:
         """Compute the positions before `ends`, [S], until at most `most` of them are left; or if there are more
@@ -115,8 +74,6 @@ class ChainDrafter:
         Returns:
             Those that are left, which are counted as computed.
         """
-        if self._model.token_offset == 0:
-            self._keep_accepted(slots)
         starts = np.minimum(self._drafted.counts(slots), ends - 1)
         first_starts, num_left = starts.copy(), int((ends - starts).sum())
         while num_left > max(self._max_tokens, len(slots)):  # one long part after the other
@@ -138,19 +95,6 @@ class ChainDrafter:
         fields = self._batch.lay_out(slots, starts, ends, self._model.token_offset)
         return StepRows(**{**fields, "slot_mappings": fields["slot_mappings"][:1]})
 
-    def _keep_accepted(self, slots: Int64Array) -> None:
-        """Drafts that were accepted need not be computed again, but for the last one, which was not an input yet."""
-        batch = self._batch
-        for slot in slots.tolist():
-            generation, drafts = self._last.pop(slot, (-1, None))
-            if drafts is None or generation != batch.generation[slot]:
-                continue
-            start, computed = drafts.start, drafts.token_ids[:-1]
-            end = min(start + len(computed), int(batch.num_known_tokens[slot]))
-            num_accepted = count_accepted(computed[: end - start], batch.token_ids[slot, start:end].tolist())
-            row = np.array([slot])
-            self._drafted.extend(row, np.array([start]), np.array([start + num_accepted]))
-
     def _upload(self, rows: StepRows, *others: Int64Array) -> tuple[StepContext, list[torch.Tensor]]:
         assert self._contexts is not None
         return self._contexts.upload(rows, *others)
@@ -166,6 +110,89 @@ class ChainDrafter:
             return self._model.layers(inputs, context, self._kv_caches)
         self._layers.context.set(rows)
         return self._layers(inputs)
+
+
+class ChainDrafter(CachingDrafter):
+    """A `DraftMethod`.
+
+    Args:
+        model: see `CachingDrafter`, like the next three.
+        bytes_per_block: likewise.
+        batch: likewise.
+        max_tokens: likewise.
+        max_drafts: of a request.
+    """
+
+    _model: ChainModel
+
+    def __init__(
+        self,
+        model: ChainModel,
+        bytes_per_block: int,
+        batch: InputBatch,
+        max_tokens: int,
+        max_drafts: int,
+    ) -> None:
+        self._max_drafts = max_drafts
+        self._last: dict[int, tuple[int, DraftTokens]] = {}
+        """By slot, the slot's generation and what was drafted last."""
+        super().__init__(model, bytes_per_block, batch, max_tokens)
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        self._layers = None
+        self._chain: RecordedChain | None = None
+        self._last.clear()
+        super().initialize_cache(num_blocks)
+        model, caches, contexts = self._model, self._kv_caches, self._contexts
+        assert contexts is not None
+        if num_blocks and contexts.are_tiled:
+            try:
+                self._layers = RecordedLayers(
+                    lambda inputs, context: model.layers(inputs, context, caches), model.input_widths, model.dtype,
+                    RecordedContext(contexts),
+                )  # fmt: skip
+                self._chain = RecordedChain(model, caches, self._batch, contexts, self._max_drafts)
+            except NotRecordableError as error:  # not logged itself: it refers to the caches
+                logger.warning("drafts are computed op by op, which takes longer: %s", str(error))
+
+    @property
+    def recorded_bytes(self) -> int:
+        return super().recorded_bytes + (0 if self._chain is None else self._chain.num_bytes)
+
+    def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
+        model = self._model
+        ends = self._batch.num_known_tokens[slots] - model.token_offset
+        is_recorded = self._chain is not None and len(slots) <= RECORDED_TOKENS and sampling.by_chance is None
+        if model.token_offset == 0:
+            self._keep_accepted(slots)
+        known = self._catch_up(slots, ends, RECORDED_TOKENS if is_recorded else self._max_tokens)
+        if self._chain is not None and is_recorded:
+            drafts = sampling.drafts_of(*self._chain.draft(known, sampling))
+        else:
+            out_SE = self._pass(known)
+            token_ids = sampling.draw(model.logits(out_SE))
+            while sampling.goes_on():  # one position of each request that has one more draft
+                own, ends = slice(sampling.num_rows(sampling.num_drawn)), ends + 1
+                rows = self._rows(slots[own], ends[own] - 1, ends[own])
+                out_SE = self._run(model.drafted_inputs(token_ids[own], out_SE[own]), rows, self._upload(rows)[0])
+                token_ids = sampling.draw(model.logits(out_SE))
+            drafts = sampling.drafts()
+        generations = self._batch.generation[slots].tolist()
+        self._last.update(zip(slots.tolist(), zip(generations, drafts, strict=True), strict=True))
+        return drafts
+
+    def _keep_accepted(self, slots: Int64Array) -> None:
+        """Drafts that were accepted need not be computed again, but for the last one, which was not an input yet."""
+        batch = self._batch
+        for slot in slots.tolist():
+            generation, drafts = self._last.pop(slot, (-1, None))
+            if drafts is None or generation != batch.generation[slot]:
+                continue
+            start, computed = drafts.start, drafts.token_ids[:-1]
+            end = min(start + len(computed), int(batch.num_known_tokens[slot]))
+            num_accepted = count_accepted(computed[: end - start], batch.token_ids[slot, start:end].tolist())
+            row = np.array([slot])
+            self._drafted.extend(row, np.array([start]), np.array([start + num_accepted]))
 
 
 class DraftedPositions:

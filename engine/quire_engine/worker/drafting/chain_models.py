@@ -1,12 +1,12 @@
-"""ChainModel: a model that drafts one token after the other; a smaller checkpoint, or a head.
+"""ChainModel: a model that drafts one token after the other; a smaller checkpoint, or a head. BlockModel: DFlash.
 
 A smaller checkpoint with the same vocabulary: Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; Chen et al.
 2023, https://arxiv.org/abs/2302.01318.
 
-A head reads hidden states of the target at every position before the one that it drafts for: EAGLE-3 those of several
-layers, multi-token prediction the last ones. Each step of the target stores them in a table with a row for each cache
-slot, like keys and values. So they are there when a request begins to be drafted for late, after a rest, or with a
-prefix that was found in the cache.
+A head reads hidden states of the target at every position before the one that it drafts for: EAGLE-3 and DFlash those
+of several layers, multi-token prediction the last ones. Each step of the target stores them in a table with a row for
+each cache slot, like keys and values. So they are there when a request begins to be drafted for late, after a rest, or
+with a prefix that was found in the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,15 @@ from quire_kernels import load_rows, store_columns
 from quire_engine.kv_cache import StateSpec
 from quire_engine.models.base import FeatureTaps, RecordableLM
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.dflash import DFlash
 from quire_engine.models.eagle3 import Eagle3
 from quire_engine.models.mtp import MultiTokenPredictor
 from quire_engine.models.step_context import KVCaches, StepContext
 
 
-class ChainModel(Protocol):
-    """What `ChainDrafter` drafts with. Its input at a position may be the token after that position."""
+class CachingModel(Protocol):
+    """A model that drafts and has keys and values of its own. Its input at a position may be the token after that
+    position."""
 
     token_offset: int
     """0: the input at position p is token p, as for any decoder. 1: it is token p + 1."""
@@ -38,6 +40,16 @@ class ChainModel(Protocol):
         """The inputs at positions of known tokens, [T, width] each; uses only ops of `quire_kernels`, so that it can be
         recorded."""
 
+    def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
+        """[T, width] each → [T, E]; uses only ops of `quire_kernels`, so that it can be recorded."""
+
+    def allocate_caches(self, num_blocks: int) -> KVCaches:
+        """Keys and values for so many blocks, by layer. What else the model keeps for blocks is replaced, too."""
+
+
+class ChainModel(CachingModel, Protocol):
+    """What `ChainDrafter` drafts with."""
+
     def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
         """The inputs at positions of drafts, [T, width] each.
 
@@ -46,14 +58,8 @@ class ChainModel(Protocol):
             out_TE: what `layers` returned for the positions before them.
         """
 
-    def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
-        """[T, width] each → [T, E]; uses only ops of `quire_kernels`, so that it can be recorded."""
-
     def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
         """[S, E] → [S, V] float32, overwritten by the next call. It is recorded as well."""
-
-    def allocate_caches(self, num_blocks: int) -> KVCaches:
-        """Keys and values for so many blocks, by layer. What else the model keeps for blocks is replaced, too."""
 
 
 class DraftModel:
@@ -95,14 +101,12 @@ class DraftModel:
         return logits_SV
 
 
-class HeadModel:
-    """A `ChainModel`.
+class TappingModel:
+    """The part of a `CachingModel` that reads the target's hidden states.
 
     Args:
         head: drafts.
         target: this rank's part of the model that it drafts for; it stores its hidden states from then on.
-        vocab_size: of the target.
-        max_num_rows: requests that are drafted for at once.
         block_size: tokens per KV block.
         allocate_caches: (its layers, number of blocks) → their keys and values.
     """
@@ -111,24 +115,15 @@ class HeadModel:
 
     def __init__(
         self,
-        head: Eagle3 | MultiTokenPredictor,
+        head: Eagle3 | MultiTokenPredictor | DFlash,
         target: Decoder,
-        vocab_size: int,
-        max_num_rows: int,
         block_size: int,
         allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
     ) -> None:
-        self._head, self._target = head, target
-        self._vocab_size, self._block_size = vocab_size, block_size
-        self._allocate_caches = allocate_caches
+        self._target, self._block_size, self._allocate_caches = target, block_size, allocate_caches
+        self._tapped_layers, self.dtype = head.tapped_layers, head.dtype
         self._state_width = len(head.tapped_layers) * target.hidden_size
-        self.input_widths: Sequence[int] = [head.hidden_size, head.hidden_size]
-        self.dtype = head.dtype
-        device = target.norm.weight.device
-        width = 0 if head.target_ids is None else vocab_size
-        self._logits = torch.full((max_num_rows, width), float("-inf"), device=device)
-        """Recordings write to it, so it never moves. Tokens outside the head's vocabulary are never written."""
-        self.state_specs: Sequence[StateSpec] = [head.attention_spec]
+        self.state_specs: Sequence[StateSpec] = head.state_specs
 
     @property
     def table_bytes_per_block(self) -> int:
@@ -140,13 +135,45 @@ class HeadModel:
         self._target.feature_taps = None  # it frees what there was
         shape = (num_blocks * self._block_size, self._state_width)
         states = torch.zeros(shape, dtype=self._target.dtype, device=device)
-        self._target.feature_taps = FeatureTaps(self._head.tapped_layers, states)
+        self._target.feature_taps = FeatureTaps(self._tapped_layers, states)
         return self._allocate_caches(self.state_specs, num_blocks)
 
-    def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
+    def _states(self, slot_mapping_T: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states, side by side."""
         assert self._target.feature_taps is not None
-        states_TE = load_rows(self._target.feature_taps.table_NE, slot_mapping_T)
-        return [self._head.embed(token_ids_T), self._head.features(states_TE)]
+        return load_rows(self._target.feature_taps.table_NE, slot_mapping_T)
+
+
+class HeadModel(TappingModel):
+    """A `ChainModel`.
+
+    Args:
+        head: see `TappingModel`, like `target`, `block_size` and `allocate_caches`.
+        target: likewise.
+        vocab_size: of the target.
+        max_num_rows: requests that are drafted for at once.
+        block_size: likewise.
+        allocate_caches: likewise.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3 | MultiTokenPredictor,
+        target: Decoder,
+        vocab_size: int,
+        max_num_rows: int,
+        block_size: int,
+        allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
+    ) -> None:
+        super().__init__(head, target, block_size, allocate_caches)
+        self._head, self._vocab_size = head, vocab_size
+        self.input_widths: Sequence[int] = [head.hidden_size, head.hidden_size]
+        width = 0 if head.target_ids is None else vocab_size
+        self._logits = torch.full((max_num_rows, width), float("-inf"), device=target.norm.weight.device)
+        """Recordings write to it, so it never moves. Tokens outside the head's vocabulary are never written."""
+
+    def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
+        return [self._head.embed(token_ids_T), self._head.features(self._states(slot_mapping_T))]
 
     def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
         return [self._head.embed(token_ids_T), out_TE]
@@ -164,3 +191,32 @@ class HeadModel:
         logits_SV = self._logits[: len(logits_SD)]
         store_columns(logits_SD, self._head.target_ids, logits_SV)
         return logits_SV
+
+
+class BlockModel(TappingModel):
+    """A `CachingModel`, whose keys and values at known positions are made of the target's hidden states alone.
+
+    Args:
+        head: drafts.
+        target: see `TappingModel`, like the others.
+        block_size: likewise.
+        allocate_caches: likewise.
+    """
+
+    def __init__(
+        self,
+        head: DFlash,
+        target: Decoder,
+        block_size: int,
+        allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
+    ) -> None:
+        super().__init__(head, target, block_size, allocate_caches)
+        self.head = head
+        self.input_widths: Sequence[int] = [head.hidden_size]
+
+    def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
+        return [self.head.features(self._states(slot_mapping_T))]
+
+    def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
+        self.head.write_caches(inputs[0], context, kv_caches)
+        return inputs[0]

@@ -62,7 +62,8 @@ class DraftSampling:
     ) -> None:
         self.slots = slots
         self._starts = batch.num_known_tokens[slots]
-        self._counts: list[int] = counts.tolist()
+        self.counts: list[int] = counts.tolist()
+        """By request."""
         self.by_chance = by_chance
         self.arrays = sampling_arrays(batch, slots, self._starts)
         """What the first place is drawn with, if no draft is accepted by chance."""
@@ -78,7 +79,7 @@ class DraftSampling:
         """Places so far."""
         self.has_stopped = False
         """Whether more places were wanted than are worth it; see `goes_on`."""
-        self._reach = [1.0] * len(self._counts)
+        self._reach = [1.0] * len(self.counts)
         """By request that has the place drawn last, the chance that its drafts so far are all accepted."""
         self._token_ids: list[torch.Tensor] = []
         self._chances: list[torch.Tensor] = []
@@ -87,11 +88,11 @@ class DraftSampling:
     @property
     def num_places(self) -> int:
         """The longest draft."""
-        return self._counts[0]
+        return self.counts[0]
 
     def num_rows(self, place: int) -> int:
         """How many requests have a draft at a place: the first so many."""
-        return bisect_left(self._counts, -place, key=neg)
+        return bisect_left(self.counts, -place, key=neg)
 
     def goes_on(self) -> bool:
         """Whether one more place is to be drawn: some request has it, and drafts so far that are all accepted with at
@@ -148,7 +149,7 @@ class DraftSampling:
     def drafts(self) -> list[DraftTokens]:
         """What was drawn for each request. The chances are those that the model that drafts gives, or fixed."""
         all_ids, all_chances = Download(torch.cat(self._token_ids), torch.cat(self._chances)).wait()
-        shape = len(self._token_ids), len(self._counts)
+        shape = len(self._token_ids), len(self.counts)
         token_ids_PS, chances_PS = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
         is_there = np.arange(shape[1]) < np.array([[len(token_ids)] for token_ids in self._token_ids])
         token_ids_PS[is_there], chances_PS[is_there] = all_ids.numpy(), all_chances.numpy()
@@ -168,7 +169,7 @@ class DraftSampling:
         token_ids, chances = token_ids_PS.T.tolist(), chances_PS.T.tolist()
         return [
             DraftTokens(start, own_ids[:count], own_chances[:count])
-            for start, count, own_ids, own_chances in zip(starts, self._counts, token_ids, chances, strict=True)
+            for start, count, own_ids, own_chances in zip(starts, self.counts, token_ids, chances, strict=True)
         ]
 
     def distributions(self, row: int) -> torch.Tensor | None:

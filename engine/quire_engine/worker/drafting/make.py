@@ -18,15 +18,19 @@ from quire_engine.kv_cache import StateSpec, block_bytes
 from quire_engine.messages import DraftTokens
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.dflash import load_dflash
 from quire_engine.models.eagle3 import Eagle3, load_eagle3
+from quire_engine.models.gemma4_assistant import load_assistant
 from quire_engine.models.loader import load_model
 from quire_engine.models.medusa import MedusaHeads, load_medusa
 from quire_engine.models.mtp import MultiTokenPredictor, load_mtp
 from quire_engine.models.served import read_draft_model
 from quire_engine.models.step_context import KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.drafting.assistant import AssistantDrafter
+from quire_engine.worker.drafting.block import BlockDrafter
 from quire_engine.worker.drafting.chain import ChainDrafter
-from quire_engine.worker.drafting.chain_models import DraftModel, HeadModel
+from quire_engine.worker.drafting.chain_models import BlockModel, DraftModel, HeadModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
 from quire_engine.worker.drafting.drafting import DraftMethod
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS
@@ -69,6 +73,7 @@ def make_draft_method(
     max_model_len: int,
     device: torch.device,
     allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
+    target_caches: Callable[[], tuple[KVCaches, Sequence[int]]],
 ) -> DraftMethod:
     """Load what drafts.
 
@@ -81,6 +86,7 @@ def make_draft_method(
         max_model_len: of the target.
         device: of the target.
         allocate_caches: (layers, number of blocks) → their keys and values.
+        target_caches: the target's present caches, and by layer its group.
 
     Raises:
         CheckpointError: its checkpoint is not as it has to be.
@@ -92,10 +98,18 @@ def make_draft_method(
     method, folder = drafts[0], Path(drafts[1] or target_folder)
     if method == "medusa":
         return MedusaDrafter(load_medusa(folder, target_folder, target_config, target, quantization, device))
+    if method == "gemma4_assistant":
+        assistant = load_assistant(folder, target_config, target, max_model_len, quantization, device)
+        return AssistantDrafter(assistant, target, batch, target_caches)
     size, max_tokens = batch.block_size, config.scheduler.max_num_batched_tokens
     sizes = size, cache_dtype.itemsize, 1, scale_bytes(cache_dtype)
     max_drafts = config.scheduler.max_draft_tokens
     max_num_rows = max(config.scheduler.max_num_seqs, RECORDED_TOKENS)
+    if method == "dflash":
+        dflash = load_dflash(folder, target_config, target, max_model_len, quantization, device)
+        block_model = BlockModel(dflash, target, size, allocate_caches)
+        own_bytes = block_bytes(block_model.state_specs, *sizes) + block_model.table_bytes_per_block
+        return BlockDrafter(block_model, own_bytes, batch, max_tokens)
     if method in ("eagle3", "mtp"):
         head: Eagle3 | MultiTokenPredictor
         if method == "eagle3":

@@ -209,7 +209,7 @@ def test_a_draft_of_each_sequence_can_be_recorded(target: Path, tmp_path: Path) 
     assert plan is not None
     embedded, feature = torch.empty(2, SIZE), torch.empty(2, SIZE)
     with record(2) as recording:
-        planned = replace(context, plans={head.attention_spec: plan})
+        planned = replace(context, plans={head.state_specs[0]: plan})
         drafted = argmax(head.logits(head.run_layer(embedded, feature, planned, caches[1])))
     embedded[:], feature[:] = head.embed(token_ids), first
     recording.run(2)
@@ -220,7 +220,7 @@ def test_a_draft_of_each_sequence_can_be_recorded(target: Path, tmp_path: Path) 
 def test_it_says_what_the_worker_has_to_know(target: Path, tmp_path: Path) -> None:
     tensors = make_tensors()
     head = load(write_checkpoint(tmp_path, FIELDS, tensors), target)
-    assert head.attention_spec == AttentionSpec(HEADS, KV_HEADS, HEAD_SIZE)
+    assert head.state_specs == [AttentionSpec(HEADS, KV_HEADS, HEAD_SIZE)]
     assert (head.hidden_size, head.dtype) == (SIZE, torch.float32)
     assert head.target_ids.tolist() == tensors["t2d"].nonzero().flatten().tolist()
 

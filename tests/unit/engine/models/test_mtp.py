@@ -34,7 +34,7 @@ def load(
 
 
 def new_cache(layer: MultiTokenPredictor) -> tuple[torch.Tensor, ...]:
-    spec = layer.attention_spec
+    (spec,) = layer.state_specs
     return tuple(new_kv_cache(6, spec.num_kv_heads, BLOCK_SIZE, spec.head_size, layer.dtype) for _ in spec.tensors)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine import SamplingParams
+from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
+from quire_engine.kv_cache import STATE
 from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.base import OUTPUT, FeatureTaps
@@ -21,6 +22,9 @@ from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
 from quire_kernels.kv_cache import new_kv_cache
+from support.every_kind import core_of
+from support.families import FAMILIES
+from support.oracle import load_reference
 from support.triton_interpreter import interpreted_kernels
 from transformers import AutoModelForCausalLM
 
@@ -135,3 +139,34 @@ def test_a_stage_writes_the_columns_of_its_own_layers(folder: Path) -> None:
     model.run_layers(hidden, residual, context, steps.kv_caches[2:])  # type: ignore[arg-type]
     assert torch.equal(steps.table[2 * BLOCK_SIZE : 2 * BLOCK_SIZE + 4, SIZE : 2 * SIZE], total)
     assert (steps.table != -1).sum() == total.numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", FAMILIES)
+@torch.inference_mode()
+def test_every_family_keeps_what_transformers_has(architecture: str, checkpoint: Callable[[str], Path]) -> None:
+    """Before each layer, and at last; so heads and blocks that read hidden states can draft for it."""
+    folder, prompt = checkpoint(FAMILIES[architecture]), [5 + 7 * i % 500 for i in range(40)]
+    config = CheckpointConfig.from_folder(folder)
+    if all(window == STATE for window in config.windows):
+        pytest.skip("such methods use the blocks of keys and values")
+    if config.options.altup is not None:
+        pytest.skip("there are several residual streams")
+    layers = (*range(config.num_layers), OUTPUT)
+    llm = LLM(
+        folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**22, disable_hybrid_kv_cache_manager=True
+    )
+    runner = core_of(llm).executor._worker.runner  # type: ignore[attr-defined]
+    num_blocks = max(len(cache) for caches in runner.kv_caches for cache in caches)
+    table = torch.zeros(num_blocks * BLOCK_SIZE, len(layers) * config.hidden_size)
+    runner.model.feature_taps = FeatureTaps(layers, table)
+    llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+    (slot,) = (runner.batch.num_prompt_tokens == len(prompt)).nonzero()[0]
+    positions = torch.arange(len(prompt))
+    blocks = torch.from_numpy(runner.batch.block_table[slot])[positions // BLOCK_SIZE]
+    found = table[blocks * BLOCK_SIZE + positions % BLOCK_SIZE].chunk(len(layers), 1)
+    llm.shutdown()
+    states = load_reference(folder)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    assert len(states) == len(layers)
+    for own, want in zip(found, states, strict=True):
+        torch.testing.assert_close(own, want[0], rtol=1e-3, atol=1e-3 * float(want.abs().max()))

@@ -22,7 +22,7 @@ def make(target_ids: list[int], vocab_size: int) -> tuple[HeadModel, Any]:
         tapped_layers=[1, 3],
         hidden_size=5,
         dtype=torch.float32,
-        attention_spec=SPEC,
+        state_specs=[SPEC],
         target_ids=torch.tensor(target_ids),
         embed=lambda token_ids_T: token_ids_T[:, None] * torch.ones(5),
         features=lambda states_T: states_T.sum(1, keepdim=True) * torch.ones(5),
