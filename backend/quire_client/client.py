@@ -114,7 +114,7 @@ class AsyncClient:
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def stream(
-        self, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
+        self, model: str, prompt: Prompt, *, images: Sequence[bytes | str] = (), request_id: str = "",
         timeout: float | None = None, parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
         """Generate, a response at a time. Closing the iterator early cancels the request.
@@ -122,7 +122,8 @@ class AsyncClient:
         Args:
             model: its name.
             prompt: see `Prompt`.
-            images: files, of the placeholders in a text, or of the parts `{"type": "image"}` in a conversation.
+            images: files, of the placeholders in a text, or of the parts `{"type": "image"}` in a conversation; videos
+                are texts, `data:` URLs.
             request_id: a name for it, by which operators find it.
             timeout: seconds for all of it.
             parameters: the request's own, such as `slo_class`; `docs/requests.md` has them.
@@ -140,7 +141,7 @@ class AsyncClient:
                     yield _chunk(response, time.perf_counter() - start)
 
     async def generate(
-        self, /, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
+        self, /, model: str, prompt: Prompt, *, images: Sequence[bytes | str] = (), request_id: str = "",
         timeout: float | None = None, parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
@@ -156,12 +157,15 @@ class AsyncClient:
         return chunk
 
     def _request(
-        self, model: str, prompt: Prompt, images: Sequence[bytes], sampling: Mapping[str, Any],
+        self, model: str, prompt: Prompt, images: Sequence[bytes | str], sampling: Mapping[str, Any],
         parameters: Mapping[str, Any] | None, request_id: str, *, stream: bool,
     ) -> Any:  # fmt: skip
         name, value = _prompt_input(prompt)
         inputs: dict[str, Value] = {name: value, "sampling_parameters": json.dumps(sampling), "stream": stream}
-        inputs |= {"image": [base64.b64encode(image).decode() for image in images]} if images else {}
+        if images:
+            inputs["image"] = [
+                image if isinstance(image, str) else base64.b64encode(image).decode() for image in images
+            ]
         return infer_request(model, {**inputs, **dict.fromkeys(_FLAGS, True)}, parameters, request_id)
 
     # -- vectors instead of text --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from quire_client.messages import add_input, infer_request, numbers_in, texts_in
+from quire_engine.encoders.video import Video
 
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
 """Text, token ids, a conversation (the model's input `messages` as an object, beside it `images`, files in the order
@@ -88,7 +89,9 @@ def add_prompt(request: Any, prompt: Prompt) -> None:
         conversation = {name: value for name, value in prompt.items() if name != "images"}
         add_input(request, "messages", json.dumps(conversation, ensure_ascii=False))
         if images := prompt.get("images"):
-            add_input(request, "image", [base64.b64encode(image).decode() for image in images])
+            add_input(request, "image", [
+                image.url if isinstance(image, Video) else base64.b64encode(image).decode() for image in images
+            ])  # fmt: skip
     elif isinstance(prompt, np.ndarray):
         add_input(request, "prompt_embeds", prompt)
     else:

@@ -115,6 +115,12 @@ def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt
             raise RequestError(
                 "multi_modal_data", f"multi_modal_data: a grid of {part.grid} has no {part.length} places"
             )
+        if part.grid and not (0 <= part.frame_interval < math.inf and part.position_shift <= 0):
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data: frames of a video with {part.length} tokens are {part.frame_interval:g} positions "
+                "apart, so that its positions would exceed those of its tokens; state a higher fps",
+            )
         width = ready.hidden_size * (1 + ready.num_deepstack_layers) if part.grid else ready.hidden_size
         if len(part.tensor) != 4 * part.length * width:
             raise RequestError(
