@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from quire_engine.encoders.video import Video
 from quire_engine.errors import MAX_QUOTED, RequestError, UnknownAdapterError, cut, json_type, quote
 from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
-from quire_engine.frontend.image_parts import decode_base64
+from quire_engine.frontend.image_parts import decode_media
 from quire_engine.lora import Adapter, LoRARequest
 from quire_engine.sampling_params import (
     DEFAULT_OPERATION,
@@ -257,7 +258,8 @@ def _prompt(tensors: Mapping[str, Tensor]) -> Prompt:
 
 
 def parse_images(tensors: Mapping[str, Tensor], prompt: Prompt) -> list[bytes]:
-    """The input `image`, vllm_backend's: files in base64, of the placeholders in a text or the places in messages.
+    """The input `image`, vllm_backend's: files in base64 or as `data:` URLs, of the placeholders in a text or the
+    places in messages. A `data:` URL may also be that of a video.
 
     Raises:
         RequestError: the prompt is one of hidden states.
@@ -269,10 +271,10 @@ def parse_images(tensors: Mapping[str, Tensor], prompt: Prompt) -> list[bytes]:
     return [value.encode() if isinstance(value, str) else bytes(value) for value in values]
 
 
-def decode_images(images: Sequence[bytes]) -> list[bytes]:
-    """Files of the input `image`. Raises RequestError if one is not base64."""
+def decode_images(images: Sequence[bytes]) -> list[bytes | Video]:
+    """Files and videos of the input `image`. Raises RequestError if one is not base64."""
     try:
-        return [decode_base64(image) for image in images]
+        return [decode_media(image) for image in images]
     except ValueError as error:
         raise RequestError("image", f"image: {error}") from None
 

@@ -112,7 +112,7 @@ class AsyncClient:
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def stream(
-        self, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
+        self, model: str, prompt: Prompt, *, images: Sequence[bytes | str] = (), request_id: str = "",
         timeout: float | None = None, parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
         """Generate, a response at a time. Closing the iterator early cancels the request.
@@ -120,7 +120,8 @@ class AsyncClient:
         Args:
             model: its name.
             prompt: see `Prompt`.
-            images: files, of the placeholders in a text, or of the parts `{"type": "image"}` in a conversation.
+            images: files, of the placeholders in a text, or of the parts `{"type": "image"}` in a conversation; videos
+                are texts, `data:` URLs.
             request_id: a name for it, by which operators find it.
             timeout: seconds for all of it.
             parameters: the request's own, such as `slo_class`; `docs/requests.md` has them.
@@ -133,7 +134,7 @@ class AsyncClient:
                 yield chunk
 
     async def generate(
-        self, /, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
+        self, /, model: str, prompt: Prompt, *, images: Sequence[bytes | str] = (), request_id: str = "",
         timeout: float | None = None, parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
@@ -145,7 +146,7 @@ class AsyncClient:
         return found[-1]
 
     def _request(
-        self, model: str, prompt: Prompt, images: Sequence[bytes], sampling: Mapping[str, Any],
+        self, model: str, prompt: Prompt, images: Sequence[bytes | str], sampling: Mapping[str, Any],
         parameters: Mapping[str, Any] | None, request_id: str, *, stream: bool,
     ) -> Any:  # fmt: skip
         name, value = prompt_input(prompt)

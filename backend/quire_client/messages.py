@@ -36,9 +36,9 @@ def prompt_input(prompt: Prompt) -> tuple[str, Value]:
     return "input_ids", cast("list[int]", prompt)
 
 
-def encoded_images(images: Sequence[bytes]) -> list[str]:
-    """The value of the input `image`: files, in the order of their places."""
-    return [base64.b64encode(image).decode() for image in images]
+def encoded_images(images: Sequence[bytes | str]) -> list[str]:
+    """The value of the input `image`: files, or `data:` URLs of videos, in the order of their places."""
+    return [image if isinstance(image, str) else base64.b64encode(image).decode() for image in images]
 
 
 def infer_request(

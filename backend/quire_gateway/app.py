@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import generate_latest
+from quire_engine.encoders.video import Video
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -256,7 +257,8 @@ async def _with_media(request: Request, num_bytes: int, asked: GenerationRequest
     media: Media = request.app.state.media
     param = asked.renamed.get("messages", "messages")
     prompt = await unless_client_leaves(request.receive, media.fetch(prompt, param))
-    return num_bytes + sum(map(len, prompt["images"])), replace(asked, prompts=[prompt])
+    sizes = (image.num_bytes if isinstance(image, Video) else len(image) for image in prompt["images"])
+    return num_bytes + sum(sizes), replace(asked, prompts=[prompt])
 
 
 async def _charged(deltas: _Deltas, charge: Callable[[int], None]) -> _Deltas:

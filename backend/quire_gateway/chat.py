@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from quire_engine.encoders.video import Video
 from quire_engine.errors import RequestError
 from quire_engine.frontend.chat_template import TWO_ENDINGS
 from quire_engine.frontend.image_parts import read_image, split_images
@@ -187,30 +188,30 @@ def _content(place: str, content: Any) -> str | list[dict[str, Any]] | None:
         return content
     if not isinstance(content, list):
         raise InvalidRequestError("messages", f"{place} must be a string, or a list of parts")
-    return content_of_parts(place, content, ("text",), "messages")
+    return content_of_parts(place, content, ("text",), "messages", ("image_url", "video_url"))
 
 
 def content_of_parts(
-    place: str, parts: list[Any], kinds: tuple[str, ...], param: str, image: str = "image_url"
+    place: str, parts: list[Any], kinds: tuple[str, ...], param: str, media: tuple[str, ...]
 ) -> str | list[dict[str, Any]]:
-    """Text parts as one text, as vLLM joins them: templates expect a string. With images, a list of text and image
-    parts in the form of chats.
+    """Text parts as one text, as vLLM joins them: templates expect a string. With images or videos, a list of texts and
+    these in the form of chats.
 
     Args:
         place: of the parts.
         parts: of a content.
         kinds: types of those that hold text.
         param: the field that they are in.
-        image: type of those that hold an image.
+        media: types of those that hold an image or a video.
 
     Raises:
         InvalidRequestError: one holds something else.
     """
-    if not any(isinstance(part, dict) and part.get("type") == image for part in parts):
+    if not any(isinstance(part, dict) and part.get("type") in media for part in parts):
         return text_of_parts(place, parts, kinds, param)
     content: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
-        if isinstance(part, dict) and part.get("type") == image:
+        if isinstance(part, dict) and part.get("type") in media:
             content.append(image_part(f"{place}[{number}]", part, param))
         else:
             content.append({"type": "text", "text": text_of_parts(place, [part], kinds, param)})
@@ -218,23 +219,24 @@ def content_of_parts(
 
 
 def image_part(place: str, part: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """A part with an image in the form of chats: its file, or its http(s) URL.
+    """A part with an image or a video in the form of chats: its files, or its http(s) URL.
 
     Args:
         place: of the part.
-        part: an `image_url`, or an `input_image`.
+        part: an `image_url`, a `video_url`, or an `input_image`.
         param: the field that it is in.
 
     Raises:
-        InvalidRequestError: it holds no image.
+        InvalidRequestError: it holds no image, or no video.
     """
     try:
         value = read_image(part, place, param)
     except RequestError as error:
         raise InvalidRequestError(param, str(error)) from None
-    if not isinstance(value, str | bytes):
-        raise InvalidRequestError(param, f"{place}.image_url must be a URL, or an object with url")
-    return {"type": "image_url", "image_url": value}
+    kind = "video_url" if isinstance(value, Video) else "image_url"
+    if not all(isinstance(one, str | bytes) for one in (value.frames if isinstance(value, Video) else [value])):
+        raise InvalidRequestError(param, f"{place}.{kind} must be a URL, or an object with url")
+    return {"type": kind, kind: value}
 
 
 def text_of_parts(place: str, parts: list[Any], kinds: tuple[str, ...], param: str) -> str:

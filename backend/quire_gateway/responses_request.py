@@ -170,7 +170,7 @@ def _add(messages: list[dict[str, Any]], news: dict[str, Any]) -> None:
 def _content(place: str, value: Any) -> str | list[dict[str, Any]]:
     """A text, or a list of texts and images in the form of chats."""
     if isinstance(value, list):
-        return content_of_parts(place, value, _TEXT_PARTS, "input", "input_image")
+        return content_of_parts(place, value, _TEXT_PARTS, "input", ("input_image",))
     return _text(place, value)
 
 

@@ -328,7 +328,9 @@ class LLM:
 
         A content is a text, or a list of parts: `{"type": "text", "text": …}`, and images as
         `{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}` or
-        `{"type": "image_pil", "image_pil": image}`, which takes what `multi_modal_data` does.
+        `{"type": "image_pil", "image_pil": image}`, which takes what `multi_modal_data` does. Videos are
+        `{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,FRAME,FRAME,…"}}` or
+        `{"type": "video", "video": frames}`.
 
         Raises:
             RequestError: the checkpoint has no chat template, or a conversation cannot be served.

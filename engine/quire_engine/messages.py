@@ -77,6 +77,8 @@ class PromptPart(msgspec.Struct, array_like=True, frozen=True):
     is_bidirectional: bool = False
     """Whether its positions see each other on both sides, as those of Gemma 3's images do. A step that computes any of
     them then computes all that are left."""
+    frame_interval: float = 1.0
+    """Rotary positions from a frame of the grid to the next."""
 
     @property
     def end(self) -> int:
@@ -85,8 +87,10 @@ class PromptPart(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def position_shift(self) -> int:
-        """What is added to rotary positions after it: the longer side of its grid counts, and not its length."""
-        return max(self.grid[1:]) - self.length if self.grid else 0
+        """What is added to rotary positions after it: the longest side of its grid counts, and not its length."""
+        if not self.grid:
+            return 0
+        return max(int((self.grid[0] - 1) * self.frame_interval) + 1, *self.grid[1:]) - self.length
 
 
 class RequestType(enum.Enum):

@@ -13,12 +13,15 @@ from unittest.mock import Mock, patch
 import numpy as np
 import numpy.typing as npt
 import torch
-from quire_engine.encoders.family import as_arrays, find_family, load_processor
+from PIL import Image
+from quire_engine.encoders.families.idefics3 import in_words
+from quire_engine.encoders.family import as_arrays, find_family, load_processor, load_video_processor
 from support.checkpoints import edit_json
 from support.oracle import load_reference
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.video_utils import VideoMetadata
 
-__all__ = ["PICTURES", "expand", "generate", "image_of", "make_picture_checkpoint"]
+__all__ = ["PICTURES", "expand", "expand_video", "generate", "image_of", "make_picture_checkpoint", "video_arrays"]
 
 TEXT = {
     "vocab_size": 4160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -31,7 +34,7 @@ SIGLIP = {
 }  # fmt: skip
 IDEFICS_TOKENS = (
     "<image>", "<fake_token_around_image>", "<global-img>",
-    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)), "<video>",
 )  # fmt: skip
 IDEFICS = {
     "fake_image_token": "<fake_token_around_image>", "global_image_tag": "<global-img>",
@@ -200,7 +203,7 @@ PICTURES: dict[str, dict[str, Any]] = {
         "config": {"model_type": "internvl", "vision_config": {
             **SIGLIP, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [7, 7],
         }, "text_config": {**TEXT, "model_type": "qwen2", "pad_token_id": 0}},
-        "tokens": ("<IMG_CONTEXT>", "<img>", "</img>"), "image_token": "<IMG_CONTEXT>",
+        "tokens": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"), "image_token": "<IMG_CONTEXT>",
         "pixels": {"size": {"height": 28, "width": 28}, "max_patches": 6},
         "processor": "internvl.processing_internvl.InternVLProcessor",
         "attributes": {"start_image_token": "<img>", "end_image_token": "</img>", "image_seq_length": 4},
@@ -225,7 +228,8 @@ PICTURES: dict[str, dict[str, Any]] = {
                    "image_grid_pinpoints": GRID, "vision_aspect_ratio": "anyres_max_2", "text_config": {
             **TEXT, "model_type": "qwen2", "pad_token_id": 0,
         }},
-        "tokens": ("<image>",), "image_token": "<image>", "ids": {"image_token_index": "<image>"},
+        "tokens": ("<image>", "<video>"), "image_token": "<image>",
+        "ids": {"image_token_index": "<image>", "video_token_index": "<video>"},
         "pixels": {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": GRID},
         "processor": "llava_onevision.processing_llava_onevision.LlavaOnevisionProcessor",
         "attributes": {"num_image_tokens": 16, "vision_feature_select_strategy": "full",
@@ -368,30 +372,73 @@ def expand(name: str, folder: Path, image: npt.NDArray[np.uint8]) -> str:
     return text
 
 
+def video_arrays(folder: Path, frames: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+    """What a tower takes of a video, [frames, height, width, 3]."""
+    family = find_family(folder)
+    assert family is not None
+    videos = load_video_processor(family, folder)
+    assert videos is not None
+    return dict(family.prepare_video(videos.processor, [Image.fromarray(frame) for frame in frames])[0])
+
+
+def expand_video(name: str, folder: Path, frames: npt.NDArray[np.uint8], fps: float) -> str:
+    """The text that transformers' own processor puts in the place of a video."""
+    module, _, kind = PICTURES[name]["processor"].rpartition(".")
+    own = import_module(f"transformers.models.{module}")
+    processor, states = object.__new__(getattr(own, kind)), np.zeros((1, len(frames)))
+    attributes = {
+        "image_token": PICTURES[name]["image_token"], "vision_start_token": "<|vision_start|>",
+        "video_token": "<|video_pad|>" if name.startswith("qwen") else "<video>",
+        "vision_end_token": "<|vision_end|>", "video_processor": Mock(merge_size=2, temporal_patch_size=2),
+    }  # fmt: skip
+    for attribute, value in (attributes | PICTURES[name].get("attributes", {})).items():
+        setattr(processor, attribute, value)
+    metadata = VideoMetadata(total_num_frames=len(frames), fps=fps, frames_indices=list(range(len(frames))))
+    inputs = {
+        "video_metadata": [metadata], "pixel_values_videos": states, "pixel_values": states,
+        "video_grid_thw": video_arrays(folder, frames).get("image_grid_thw"),
+    }  # fmt: skip
+    # A package that is not installed; other tests compare its words.
+    with patch.object(own, "num2words", in_words, create=True):
+        text: str = processor.replace_video_token(inputs, 0)
+    return text
+
+
 @torch.inference_mode()
 def generate(
     folder: Path, token_ids: Sequence[int], images: Sequence[npt.NDArray[np.uint8]], max_tokens: int,
     model: PreTrainedModel | None = None, name: str | None = None,
+    videos: Sequence[tuple[npt.NDArray[np.uint8], float]] = (),
 ) -> tuple[list[int], list[float]]:  # fmt: skip
     """What transformers generates greedily after a prompt whose placeholders are expanded already, and the
-    log-probabilities of these tokens. The images are encoded one by one, as each has a size of its own."""
+    log-probabilities of these tokens. The images are encoded one by one, as each has a size of its own. Videos are
+    frames, and how many a second has; images and videos are together only where positions have three dimensions."""
     model = model or load_reference(folder)
     family = find_family(folder)
     assert family is not None
     processor, features = load_processor(family, folder), []
     has_grids = "image_grid_thw" in getattr(processor, "model_input_names", ())
-    if images and (has_grids or (name is not None and PICTURES[name].get("needs_ids"))):
-        return _generate_by_ids(model, family, processor, token_ids, images, max_tokens)
+    if (videos and has_grids) or (images and (has_grids or (name is not None and PICTURES[name].get("needs_ids")))):
+        return _generate_by_ids(model, family, processor, token_ids, images, max_tokens, folder, videos)
     for image in images:
         arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
         inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in NOT_THE_MODELS}
         found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
         features += list(found) if isinstance(found, list | tuple) else [found]
+    state_id = family.image_token_id
+    for frames, _ in videos:
+        inputs = {key: torch.from_numpy(value) for key, value in video_arrays(folder, frames).items()}
+        if family.video_token_id is not None:
+            pixels, state_id = inputs["pixel_values"][None], family.video_token_id
+            features.append(model.model.get_video_features(pixels, return_dict=True).pooler_output)
+        else:
+            found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
+            features += list(found) if isinstance(found, list | tuple) else [found]
     inputs_ids = torch.tensor([list(token_ids)])
     hidden = model.get_input_embeddings()(inputs_ids)
     if features:
         joined = torch.cat([one.reshape(-1, hidden.shape[-1]) for one in features])
-        hidden = hidden.masked_scatter((inputs_ids == family.image_token_id)[..., None], joined)
+        hidden = hidden.masked_scatter((inputs_ids == state_id)[..., None], joined)
     tokens: list[int] = []
     logprobs: list[float] = []
     types = name and PICTURES[name].get("types")
@@ -410,17 +457,26 @@ def generate(
 
 def _generate_by_ids(
     model: PreTrainedModel, family: Any, processor: Any, token_ids: Sequence[int],
-    images: Sequence[npt.NDArray[np.uint8]], max_tokens: int,
+    images: Sequence[npt.NDArray[np.uint8]], max_tokens: int, folder: Path,
+    videos: Sequence[tuple[npt.NDArray[np.uint8], float]],
 ) -> tuple[list[int], list[float]]:  # fmt: skip
     """The same of models that need the ids of tokens, as their positions have three dimensions or their layers have
     inputs of their own, by their own `forward`."""
-    arrays = as_arrays(processor(images=list(images), return_tensors="np", **family.arguments))
+    arrays = as_arrays(processor(images=list(images), return_tensors="np", **family.arguments)) if images else {}
     inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in NOT_THE_MODELS}
+    if videos:
+        found = [video_arrays(folder, frames) for frames, _ in videos]
+        for theirs, ours in (("pixel_values_videos", "pixel_values"), ("video_grid_thw", "image_grid_thw")):
+            inputs[theirs] = torch.from_numpy(np.concatenate([one[ours] for one in found]))
+        if "second_per_grid_ts" in signature(model.forward).parameters:
+            inputs["second_per_grid_ts"] = torch.tensor([2 / fps for _, fps in videos])
     ids, logprobs, has_types = list(token_ids), [], "mm_token_type_ids" in signature(model.forward).parameters
     for _ in range(max_tokens):
         ids_T = torch.tensor([ids])
         if has_types:
             inputs["mm_token_type_ids"] = (ids_T == family.image_token_id).int()
+            if videos:
+                inputs["mm_token_type_ids"] += 2 * (ids_T == family.video_token_id).int()
         logits = model(input_ids=ids_T, **inputs, use_cache=False).logits[0, -1].float()
         token = int(logits.argmax())
         ids.append(token)

@@ -10,7 +10,7 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classe
 MAX_ENDED_REQUESTS = 20_000
 """A request takes about 1 KB, and one response to an operator holds all of them."""
 MIN_TOKEN_CHARACTERS = 16
-DEFAULT_MM_LIMITS = {"image": 16}
+DEFAULT_MM_LIMITS = {"image": 16, "video": 4}
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
 
@@ -59,8 +59,8 @@ class FrontendConfig:
     ended_requests_text: bool = False
     """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
     limit_mm_per_prompt: dict[str, int] = field(default_factory=DEFAULT_MM_LIMITS.copy)
-    """How many images a prompt may have, `{"image": 16}`; 0: the model is served as text, and its encoder of images is
-    not loaded."""
+    """How many images and videos a prompt may have, `{"image": 16, "video": 4}`; 0 images: the model is served as text,
+    and its encoder of images is not loaded."""
     tool_call_parser: str | None = "auto"
     """The form in which the model calls functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
     `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: calls are left in the text."""
@@ -82,9 +82,9 @@ class FrontendConfig:
               "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
         object.__setattr__(self, "slo", parse_classes(self.slo))
         limits = DEFAULT_MM_LIMITS if self.limit_mm_per_prompt is None else self.limit_mm_per_prompt
-        check(isinstance(limits, Mapping) and set(limits) <= {"image"}
+        check(isinstance(limits, Mapping) and set(limits) <= set(DEFAULT_MM_LIMITS)
               and all(type(number) is int and 0 <= number <= 999 for number in limits.values()),
-              "limit_mm_per_prompt", limits, '{"image": n}, n from 0 to 999')  # fmt: skip
+              "limit_mm_per_prompt", limits, '{"image": n, "video": n}, n from 0 to 999')  # fmt: skip
         object.__setattr__(self, "limit_mm_per_prompt", {**DEFAULT_MM_LIMITS, **limits})
         _check_parsers(self.tool_call_parser, self.reasoning_parser)
         check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),

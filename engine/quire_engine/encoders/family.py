@@ -1,6 +1,7 @@
 """Which family a checkpoint is of, and the image processor that it asks for."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from quire_engine.models.checkpoints.files import read_json
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
     "Gemma4ForConditionalGeneration": gemma.Gemma4,
+    "Glm46VForConditionalGeneration": qwen_vl.Glm4v,
     "Glm4vForConditionalGeneration": qwen_vl.Glm4v,
     "Glm4vMoeForConditionalGeneration": qwen_vl.Glm4vMoe,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
@@ -75,6 +77,45 @@ def load_processor(family: ImageFamily, folder: Path) -> Any:
         return kind(**settings)
     except Exception as error:  # it checks few of them, in its own ways
         raise CheckpointError(f"{folder}: the image processor's settings are bad: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class VideoProcessor:
+    """How the frames of videos are prepared."""
+
+    processor: Any
+    """transformers' image processor, with the settings of the video processor."""
+    settings: Mapping[str, Any]
+    """All of these, such as how many frames a second has."""
+
+
+def load_video_processor(family: ImageFamily, folder: Path) -> VideoProcessor | None:
+    """What prepares videos; None: the family takes none.
+
+    Raises:
+        CheckpointError: its settings are bad.
+    """
+    if family.video_token_id is None and not family.video_token:
+        return None
+    settings = family.read_video_settings(read_video_settings(folder))
+    module, _, name = family.processor.rpartition(".")
+    kind = getattr(import_module(f"transformers.models.{module}"), name)
+    known = kind.valid_kwargs.__annotations__
+    try:
+        return VideoProcessor(kind(**{name: own for name, own in settings.items() if name in known}), settings)
+    except Exception as error:  # as above
+        raise CheckpointError(f"{folder}: the video processor's settings are bad: {error}") from error
+
+
+def read_video_settings(folder: Path) -> dict[str, Any]:
+    """Settings of the video processor: where transformers 5 writes them, in a file of their own, or those of images."""
+    for name, key in ((PROCESSOR_FILES[1], "video_processor"), ("video_preprocessor_config.json", None)):
+        if (folder / name).exists():
+            found = read_json(folder / name)
+            inner = found if key is None else found.get(key)
+            if isinstance(inner, dict):
+                return inner
+    return read_settings(folder)
 
 
 def has_processor(folder: Path) -> bool:

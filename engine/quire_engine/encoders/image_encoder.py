@@ -1,4 +1,4 @@
-"""ImageEncoder: images → the tokens and prompt parts that they are in a prompt. Thread-safe.
+"""ImageEncoder: images and videos → the tokens and prompt parts that they are in a prompt. Thread-safe.
 
 The two processes and this one share memory that is no file of any folder (`memfd_create`), one for each image in work::
 
@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict, deque
@@ -31,9 +32,17 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.config import EngineConfig
+from quire_engine.config.frontend_config import DEFAULT_MM_LIMITS
 from quire_engine.encoders import processing, tower_process
 from quire_engine.encoders.families.base import ImageFamily, NoImagesError
-from quire_engine.encoders.family import PROCESSOR_FILES, find_family, has_processor, processor_settings
+from quire_engine.encoders.family import (
+    PROCESSOR_FILES,
+    find_family,
+    has_processor,
+    processor_settings,
+    read_video_settings,
+)
+from quire_engine.encoders.video import NO_VIDEOS, Video, check_number, check_pixels
 from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
@@ -44,7 +53,7 @@ from quire_engine.system.limited_process import LimitedProcess
 logger = logging.getLogger(__name__)
 
 MAX_IMAGE_BYTES = 32 << 20
-"""The largest file of an image."""
+"""The largest file of an image, and of all frames of a video together."""
 IMAGES_IN_WORK = 2
 """One is decoded while the tower encodes the one before."""
 CACHE_BYTES = 256 << 20
@@ -79,16 +88,16 @@ class ImageEncoder:
         tokenizer: its own.
         dtype: of the tower's weights, as torch names it.
         device: of the tower: `cpu`, `cuda:0`, or `auto:0`, which is the CPU where torch finds no GPU.
-        max_images: of one prompt.
+        max_images, max_videos: of one prompt.
         quantization: the setting, which holds for the tower as well.
     """
 
     def __init__(
         self, folder: Path, family: ImageFamily, tokenizer: Any, dtype: str, device: str, max_images: int,
-        quantization: str | None = None,
+        quantization: str | None = None, max_videos: int = DEFAULT_MM_LIMITS["video"],
     ) -> None:  # fmt: skip
-        self._family, self._tokenizer, self._max_images = family, tokenizer, max_images
-        self._state_ids = {family.image_token_id, *family.other_state_ids}
+        self._family, self._tokenizer = family, tokenizer
+        self._limits = {"image": max_images, "video": max_videos}
         self._lock = threading.Lock()
         """Guards the cache, the images in work and the statistics."""
         self._stats = ImageStats()
@@ -105,13 +114,21 @@ class ImageEncoder:
         self._threads = ThreadPoolExecutor(IMAGES_IN_WORK, thread_name_prefix="encode-image")
         self._pending: dict[bytes, Future[EncodedImage]] = {}
         """By digest."""
-        settings = json.dumps(processor_settings(folder), sort_keys=True)
-        self._namespace = hashlib.sha256(f"{family.processor} {dtype} {quantization} {settings}".encode()).digest()
+        video_id = _video_token_id(family, tokenizer)
+        settings = [processor_settings(folder), {} if video_id is None else read_video_settings(folder)]
+        named = f"{family.processor} {dtype} {quantization} {json.dumps(settings, sort_keys=True)}"
+        self._namespace = hashlib.sha256(named.encode()).digest()
         self._cache: OrderedDict[bytes, EncodedImage] = OrderedDict()
-        self._image_token, self.placeholder = tokenizer.convert_ids_to_tokens(
-            [family.image_token_id, family.placeholder_id]
-        )
-        """The text that stands for a hidden state, and for an image in a prompt."""
+        self._placeholder_ids = {"image": family.placeholder_id}
+        self._state_ids = {family.image_token_id, *family.other_state_ids}
+        if video_id is not None:
+            self._placeholder_ids["video"] = video_id
+            self._state_ids |= {video_id}
+        self.placeholders: dict[str, str] = {
+            kind: tokenizer.convert_ids_to_tokens([token_id])[0] for kind, token_id in self._placeholder_ids.items()
+        }
+        """The text that stands for an image in a prompt, and that for a video if the model takes any."""
+        self._image_token: str = tokenizer.convert_ids_to_tokens([family.image_token_id])[0]
         # The libraries are imported and the weights loaded while the engine starts, or serves text.
         threading.Thread(target=self._load, name="load-tower", daemon=True).start()
 
@@ -125,37 +142,34 @@ class ImageEncoder:
             pass  # it is logged, and the next image tries again
 
     def insert(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[PromptPart]]:
-        """Token ids with each placeholder replaced by the tokens of its image, and the parts.
+        """Token ids with each placeholder replaced by the tokens of its image or video, and the parts.
 
         Args:
             token_ids: of the prompt.
             images: in the order of their placeholders: files as bytes, Pillow's images, or arrays [height, width, 3] of
-                uint8.
+                uint8; and `Video`s, in the order of theirs.
 
         Raises:
             RequestError: there are not as many placeholders as images, or one cannot be used.
             EngineUnavailableError: a process died; the same images may be encoded later.
             EngineDeadError: the encoder was shut down.
         """
-        if len(images) > self._max_images:
-            raise RequestError(
-                "multi_modal_data",
-                f"multi_modal_data has {len(images)} images; limit_mm_per_prompt allows {self._max_images}",
-            )
-        number = sum(token_id == self._family.placeholder_id for token_id in token_ids)
-        if number != len(images):
-            raise RequestError(
-                "multi_modal_data",
-                f"multi_modal_data has {len(images)} images for {number} times {self.placeholder} in the prompt; it "
-                "must have one for each",
-            )
+        own = {
+            "video": [image for image in images if isinstance(image, Video)],
+            "image": [image for image in images if not isinstance(image, Video)],
+        }
+        for kind, given in own.items():
+            self._check_number(kind, len(given), token_ids)
+        kinds = {token_id: kind for kind, token_id in self._placeholder_ids.items()}
+        queues = {kind: iter(given) for kind, given in own.items()}
+        ordered = [next(queues[kinds[token_id]]) for token_id in token_ids if token_id in kinds]
         found: list[int] = []
         parts: list[PromptPart] = []
         text: list[int] = []
         before = ""
-        encoded = self._encode_all(images)
+        encoded = self._encode_all(ordered)
         for token_id in token_ids:
-            if token_id != self._family.placeholder_id:
+            if token_id not in kinds:
                 text.append(token_id)
                 continue
             image = next(encoded)
@@ -165,6 +179,22 @@ class ImageEncoder:
             found += image.token_ids
             text, before = [], image.around[1]
         return found + self._join(before, text, ""), parts
+
+    def _check_number(self, kind: str, number: int, token_ids: Sequence[int]) -> None:
+        """Raises RequestError if there are more images or videos than are allowed, or than placeholders, or fewer."""
+        if number and kind not in self._placeholder_ids:
+            raise RequestError("multi_modal_data", f"multi_modal_data holds a {kind}, which {NO_VIDEOS}")
+        if number > self._limits[kind]:
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data has {number} {kind}s; limit_mm_per_prompt allows {self._limits[kind]}",
+            )
+        if kind in self._placeholder_ids and number != (places := token_ids.count(self._placeholder_ids[kind])):
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data has {number} {kind}s for {places} times {self.placeholders[kind]} in the prompt; it "
+                "must have one for each",
+            )
 
     def _encode_all(self, images: Sequence[Any]) -> Iterator[EncodedImage]:
         """In their order. The next ones are in the queue while one is waited for."""
@@ -179,8 +209,10 @@ class ImageEncoder:
                 which, future = pending.popleft()
                 image = future.result()
             except RequestError as error:
-                name = f"image {which + 1}" if len(images) > 1 else "an image"
-                raise RequestError("multi_modal_data", str(error).replace("an image", name, 1)) from None
+                reason = str(error)
+                for kind in ("image", "video") if len(images) > 1 else ():
+                    reason = re.sub(rf"\ban? {kind}\b", f"{kind} {which + 1}", reason, count=1)
+                raise RequestError("multi_modal_data", reason) from None
             yield image
 
     def _join(self, before: str, token_ids: list[int], after: str) -> list[int]:
@@ -199,8 +231,8 @@ class ImageEncoder:
 
     def _submit(self, image: Any) -> "Future[EncodedImage]":
         """Put an image into the queue, unless it is there or in the cache."""
-        content, size = _content_of(image)
-        digest = hashlib.sha256(self._namespace + repr(size).encode())
+        content, job = _content_of(image)
+        digest = hashlib.sha256(self._namespace + msgspec.json.encode(job))
         digest.update(content)
         key = digest.digest()
         with self._lock:
@@ -211,7 +243,7 @@ class ImageEncoder:
                 future: Future[EncodedImage] = Future()
                 future.set_result(found)
             elif key not in self._pending:
-                future = self._pending[key] = self._threads.submit(self._encode_and_keep, content, size, key)
+                future = self._pending[key] = self._threads.submit(self._encode_and_keep, content, job, key)
                 return future
             else:
                 future = self._pending[key]
@@ -226,9 +258,9 @@ class ImageEncoder:
             stats, self._stats = self._stats, ImageStats()
         return stats
 
-    def _encode_and_keep(self, content: bytes, size: tuple[int, int] | None, digest: bytes) -> EncodedImage:
+    def _encode_and_keep(self, content: bytes, job: processing.Job, digest: bytes) -> EncodedImage:
         try:
-            found, seconds = self._encode(content, size, digest)
+            found, seconds = self._encode(content, job, digest)
         except BaseException:
             with self._lock:
                 self._stats.num_failed += 1
@@ -243,16 +275,15 @@ class ImageEncoder:
                 total -= self._cache.popitem(last=False)[1].num_bytes
         return found
 
-    def _encode(self, content: bytes, size: tuple[int, int] | None, digest: bytes) -> tuple[EncodedImage, float]:
+    def _encode(self, content: bytes, job: processing.Job, digest: bytes) -> tuple[EncodedImage, float]:
         """And the seconds that it took, without the wait for other images."""
         memory = self._free.get()
         try:
             os.pwrite(memory, content, 0)
-            job = processing.Job(processing.SECONDS, memory, len(content), size)
-            answer, seconds = self._ask(self._processing, job, "decodes")
+            answer, seconds = self._ask(self._processing, msgspec.structs.replace(job, memory=memory), "decodes")
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
-                raise _failure(prepared.error)
+                raise _failure(prepared.error, job)
             encoded, tower_seconds = self._ask_tower(
                 tower_process.Job(memory=memory, start=len(content), num_bytes=prepared.num_bytes)
             )
@@ -262,22 +293,31 @@ class ImageEncoder:
         finally:
             os.ftruncate(memory, 0)
             self._free.put(memory)
-        expanded, before, after = self._family.expand(prepared.layout, self._image_token), "", ""
+        layout, before, after, frame_interval = prepared.layout, "", "", 1.0
+        expanded: str | list[int]
+        if job.frame_bytes is not None:
+            before, expanded, grid, frame_interval, after = self._family.expand_video(
+                layout, prepared.seconds, prepared.fps, self._image_token, self.placeholders["video"]
+            )
+            expanded = self._tokenizer.encode(expanded, add_special_tokens=False)
+        else:
+            expanded, grid = self._family.expand(layout, self._image_token), self._family.grid(layout)
         if isinstance(expanded, str):
             before, after = expanded[: len(expanded) - len(expanded.lstrip())], expanded[len(expanded.rstrip()) :]
             expanded = self._tokenizer.encode(expanded.strip(), add_special_tokens=False)
         token_ids = list(expanded)
         places = sum(map(token_ids.count, self._state_ids))
         if places != num_states:
-            raise _failure(f"it has {num_states} hidden states for {places} tokens")
+            raise _failure(f"it has {num_states} hidden states for {places} tokens", job)
         if not np.isfinite(states).all():
-            raise _failure("its hidden states are not finite")
-        parts = self._parts(token_ids, states, digest, self._family.grid(prepared.layout))
+            raise _failure("its hidden states are not finite", job)
+        parts = self._parts(token_ids, states, digest, grid, frame_interval)
         return EncodedImage(token_ids, list(parts), (before, after)), seconds + tower_seconds
 
     def _parts(
-        self, token_ids: list[int], states: npt.NDArray[np.float32], digest: bytes, grid: tuple[int, ...]
-    ) -> Iterator[PromptPart]:
+        self, token_ids: list[int], states: npt.NDArray[np.float32], digest: bytes, grid: tuple[int, ...],
+        frame_interval: float,
+    ) -> Iterator[PromptPart]:  # fmt: skip
         """One for each run of image tokens."""
         start = first = 0
         for is_image, run in groupby(token_ids, self._state_ids.__contains__):
@@ -285,7 +325,7 @@ class ImageEncoder:
             if is_image:
                 own = hashlib.sha256(digest + first.to_bytes(8, "little")).digest()
                 tensor = states[first : first + length].tobytes()
-                yield PromptPart(start, length, own, tensor, grid, self._family.is_bidirectional)
+                yield PromptPart(start, length, own, tensor, grid, self._family.is_bidirectional, frame_interval)
                 first += length
             start += length
 
@@ -298,7 +338,7 @@ class ImageEncoder:
             raise _unavailable(encoded.error)
         return encoded, seconds
 
-    def _ask(self, process: LimitedProcess, job: msgspec.Struct, what: str) -> tuple[bytes, float]:
+    def _ask(self, process: LimitedProcess, job: processing.Job | tower_process.Job, what: str) -> tuple[bytes, float]:
         """The answer to a job, which another process repeats if the first was killed; and the seconds that it took.
 
         Raises:
@@ -317,7 +357,8 @@ class ImageEncoder:
         if self._is_closed:
             raise EngineDeadError("the engine was shut down")
         if is_job_at_fault:
-            raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
+            assert isinstance(job, processing.Job)
+            raise _failure(f"decoding it takes more than {job.seconds:.0f} s of processor time, or crashes", job)
         raise _unavailable(f"the process that {what} images has died; the next image starts it")
 
     def shutdown(self) -> None:
@@ -358,11 +399,53 @@ def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | s
     dtype = config.model.dtype if config.model.dtype != "auto" else Fields(*open_checkpoint(folder).config()).dtype()
     index = parallel.gpu_device_ids[0] if parallel.gpu_device_ids else 0
     device = "cpu" if parallel.device == "cpu" else f"{parallel.device}:{index}"
-    max_images, quantization = config.frontend.limit_mm_per_prompt["image"], config.model.quantization
-    return ImageEncoder(folder, family, tokenizer, dtype, device, max_images, quantization)
+    limits, quantization = config.frontend.limit_mm_per_prompt, config.model.quantization
+    return ImageEncoder(
+        folder, family, tokenizer, dtype, device, limits["image"], quantization, max_videos=limits["video"]
+    )
 
 
-def _content_of(image: Any) -> tuple[bytes, tuple[int, int] | None]:
+def _video_token_id(family: ImageFamily, tokenizer: Any) -> int | None:
+    """The token that stands for a video; None: the family takes none, or the tokenizer has no such token."""
+    token_id: int | None = family.video_token_id
+    if token_id is None and family.video_token:
+        token_id = tokenizer.convert_tokens_to_ids(family.video_token)
+    token = None if token_id is None else tokenizer.convert_ids_to_tokens([token_id])[0]
+    return None if token is None or family.video_token not in ("", token) else token_id
+
+
+def _content_of(image: Any) -> tuple[bytes, processing.Job]:
+    """The content of an image or a video, and the job that prepares it.
+
+    Raises:
+        RequestError: it is of another type, or exceeds a limit.
+    """
+    if not isinstance(image, Video):
+        content, size = _image_content(image)
+        return content, processing.Job(processing.SECONDS, -1, len(content), size)
+    job = processing.Job(processing.VIDEO_SECONDS, -1, 0, frame_bytes=[], fps=image.fps)
+    try:
+        check_number(len(image.frames))
+        contents = []
+        for number, frame in enumerate(image.frames, 1):
+            content, size = _image_content(frame)
+            if contents and size != job.size:
+                raise ValueError(f"its frame {number} has the size {size}, and the first {job.size}")
+            if size is not None:
+                check_pixels(len(image.frames), *size)
+            job.size, job.num_bytes = size, job.num_bytes + len(content)
+            if size is None and job.num_bytes > MAX_IMAGE_BYTES:
+                raise ValueError(f"its files have more than {MAX_IMAGE_BYTES >> 20} MiB together")
+            contents.append(content)
+    except RequestError as error:
+        raise RequestError("multi_modal_data", str(error).replace("an image", "a frame of a video", 1)) from None
+    except ValueError as error:
+        raise _failure(str(error), job) from None
+    job.frame_bytes = list(map(len, contents))
+    return b"".join(contents), job
+
+
+def _image_content(image: Any) -> tuple[bytes, tuple[int, int] | None]:
     """An image's file; or its pixels in RGB, and its width and height."""
     from PIL import Image
 
@@ -389,8 +472,9 @@ def _content_of(image: Any) -> tuple[bytes, tuple[int, int] | None]:
         raise _failure(str(error)) from None
 
 
-def _failure(reason: str) -> RequestError:
-    return RequestError("multi_modal_data", f"multi_modal_data: an image cannot be used: {reason}")
+def _failure(reason: str, job: processing.Job | None = None) -> RequestError:
+    what = "an image" if job is None or job.frame_bytes is None else "a video"
+    return RequestError("multi_modal_data", f"multi_modal_data: {what} cannot be used: {reason}")
 
 
 def _unavailable(reason: str) -> EngineUnavailableError:

@@ -1,4 +1,5 @@
-"""Decodes images and prepares their pixels, in a process with limits: `python -m quire_engine.encoders.processing`.
+"""Decodes images and videos, and prepares their pixels, in a process with limits:
+`python -m quire_engine.encoders.processing`.
 
 Images come from strangers, and decoders are large programs in C. So none runs in a process that serves others.
 """
@@ -6,7 +7,9 @@ Images come from strangers, and decoders are large programs in C. So none runs i
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +17,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from quire_engine.encoders.family import as_arrays, find_family, load_processor
+from quire_engine.encoders.families.base import ImageFamily
+from quire_engine.encoders.family import as_arrays, find_family, load_processor, load_video_processor
+from quire_engine.encoders.video import DEFAULT_FPS, NO_VIDEO, check_pixels, decode_animation
 from quire_engine.errors import is_failure, one_line
 from quire_engine.system.limited_process import serve
 from quire_engine.system.process_state import lower_priority
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    Frames = tuple[list[Image], list[float], float]
 
 MAX_PIXELS = 36_000_000
 """Pixels of one stored image: 6,000 by 6,000, more than the largest that a family keeps whole. In RGBA and float32
@@ -32,18 +39,25 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are decoded."""
 SECONDS = 10.0
 """CPU time of one image; usual ones take tens of milliseconds."""
+VIDEO_SECONDS = 40.0
+"""The same of a video: 768 frames at usual sizes."""
 MEMORY_BYTES = 2 << 30
 """On top of the idle process."""
 
 
 class Job(msgspec.Struct, array_like=True):
-    """An image to prepare: its content is in shared memory, from the first byte on. Tensors are written after it."""
+    """An image or a video to prepare: its content is in shared memory, from the first byte on. Tensors are written
+    after it."""
 
     seconds: float
     memory: int
     num_bytes: int
     size: tuple[int, int] | None = None
-    """Width and height of an image whose content are its pixels, in RGB; None: its content is a file."""
+    """Width and height of an image or frames whose content are their pixels, in RGB; None: the content are files."""
+    frame_bytes: list[int] | None = None
+    """Bytes of each frame of a video; None: it is an image."""
+    fps: float | None = None
+    """Frames per second, if they are known."""
 
 
 class Prepared(msgspec.Struct, array_like=True):
@@ -52,6 +66,10 @@ class Prepared(msgspec.Struct, array_like=True):
     layout: list[int] = []
     num_bytes: int = 0
     error: str | None = None
+    seconds: list[float] = []
+    """When each frame of a video is shown."""
+    fps: float = 0.0
+    """Frames per second of these."""
 
 
 def decode(content: bytes) -> "Image":
@@ -60,17 +78,10 @@ def decode(content: bytes) -> "Image":
     Raises:
         ValueError: it cannot be decoded, or exceeds a limit; the message says what.
     """
-    from PIL import ExifTags, Image, UnidentifiedImageError
+    from PIL import ExifTags, Image
 
-    try:
-        image: Image.Image = Image.open(BytesIO(content), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"it is no image in one of the formats {', '.join(FORMATS)}") from None
-    except Image.DecompressionBombError:
-        raise ValueError(f"it has too many pixels; at most {MAX_PIXELS} are taken") from None
-    check_size(*image.size)
-    # Photographs of telephones have further pictures (MPO), such as one of depths; the first is the photograph.
-    if image.format != "MPO" and getattr(image, "is_animated", False):
+    image, has_frames = open_image(content, f"it is no image in one of the formats {', '.join(FORMATS)}")
+    if has_frames:
         raise ValueError("it is animated, or has several pages; give one frame")
     try:
         image.load()
@@ -83,6 +94,54 @@ def decode(content: bytes) -> "Image":
     undo = {2: turns.FLIP_LEFT_RIGHT, 3: turns.ROTATE_180, 4: turns.FLIP_TOP_BOTTOM, 5: turns.TRANSPOSE,
             6: turns.ROTATE_270, 7: turns.TRANSVERSE, 8: turns.ROTATE_90}.get(turn)  # fmt: skip
     return image if undo is None else image.transpose(undo)
+
+
+def open_image(content: bytes, unless: str) -> "tuple[Image, bool]":
+    """An image that is not decoded yet, and whether it has several frames.
+
+    Raises:
+        ValueError: it is in none of the formats, for which the message is `unless`, or exceeds a limit.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(unless) from None
+    except Image.DecompressionBombError:
+        raise ValueError(f"it has too many pixels; at most {MAX_PIXELS} are taken") from None
+    check_size(*image.size)
+    # Photographs of telephones have further pictures (MPO), such as one of depths; the first is the photograph.
+    return image, image.format != "MPO" and getattr(image, "is_animated", False)
+
+
+def decode_video(content: bytes, job: Job, family: ImageFamily, settings: Mapping[str, Any]) -> "Frames":
+    """RGB frames of one size, the time of each in seconds, and how many a second has.
+
+    Raises:
+        ValueError: a frame cannot be decoded, or they exceed a limit; the message says what.
+    """
+    from PIL import Image
+
+    assert job.frame_bytes is not None
+    if job.size is None and len(job.frame_bytes) == 1:
+        image, has_frames = open_image(content, NO_VIDEO)
+        if has_frames:
+            return decode_animation(image, job.fps, partial(family.choose_frames, settings), flatten)
+    frames: list[Image.Image] = []
+    start = 0
+    for number, num_bytes in enumerate(job.frame_bytes, 1):
+        own, start = content[start : start + num_bytes], start + num_bytes
+        try:
+            frame = decode(own) if job.size is None else Image.frombytes("RGB", job.size, own)
+        except ValueError as error:
+            raise ValueError(f"of its frame {number}, {error}") from None
+        check_pixels(len(job.frame_bytes), *frame.size)
+        frames.append(frame)
+        if frame.size != frames[0].size:
+            raise ValueError(f"its frame {number} has the size {frame.size}, and the first {frames[0].size}")
+    fps = job.fps or DEFAULT_FPS
+    return frames, [number / fps for number in range(len(frames))], fps
 
 
 def check_size(width: int, height: int) -> None:
@@ -120,15 +179,24 @@ def main() -> None:
     family = find_family(Path(folder))
     assert family is not None
     processor: Any = load_processor(family, Path(folder))
+    videos = load_video_processor(family, Path(folder))
 
     def run(job: Job) -> Prepared:
         try:
             content = os.pread(job.memory, job.num_bytes, 0)
-            image = decode(content) if job.size is None else Image.frombytes("RGB", job.size, content)
-            arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
-            content = save(arrays)
+            seconds: list[float] = []
+            fps = 0.0
+            if job.frame_bytes is not None:
+                assert videos is not None
+                frames, seconds, fps = decode_video(content, job, family, videos.settings)
+                found, layout = family.prepare_video(videos.processor, frames)
+            else:
+                image = decode(content) if job.size is None else Image.frombytes("RGB", job.size, content)
+                found = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
+                layout = family.layout(found)
+            content = save(as_arrays(found))
             os.pwrite(job.memory, content, job.num_bytes)
-            return Prepared(family.layout(arrays), len(content))
+            return Prepared(layout, len(content), seconds=seconds, fps=fps)
         except MemoryError:
             return Prepared(error=f"preparing it takes more than {MEMORY_BYTES >> 30} GiB")
         except BaseException as error:

@@ -41,7 +41,8 @@ class Conversation(msgspec.Struct, frozen=True):
     continue_final_message: bool = False
     """Whether it ends within its last message instead, which the answer continues."""
     images: Sequence[Any] = ()
-    """Images for the places `{"type": "image"}` in contents, in their order; other parts hold their own."""
+    """Images and videos for the places `{"type": "image"}` and `{"type": "video"}` in contents, in their order; other
+    parts hold their own."""
 
 
 class _Job(msgspec.Struct, array_like=True):

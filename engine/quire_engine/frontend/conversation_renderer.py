@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
+from quire_engine.encoders.video import NO_VIDEOS, Video
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
-from quire_engine.frontend.image_parts import PLACE, fit_contents, split_images
+from quire_engine.frontend.image_parts import PLACE, VIDEO_PLACE, fit_contents, split_images
 from quire_engine.frontend.tokenizer import AnyTokenizer
 
 _TEMPLATE_ARGUMENTS = (
@@ -23,23 +24,24 @@ class ConversationRenderer:
 
     Args:
         tokenizer: has the template, unless the checkpoint has none.
-        placeholder: text of an image in a prompt; None: the model takes none, for the reason `why_no_images`.
+        placeholders: text of an `image` and a `video` in a prompt; empty: the model takes none, for the reason
+            `why_no_images`.
         max_model_len: in tokens; each message has at least one.
         max_characters: of a conversation that can fit.
     """
 
     def __init__(
-        self, tokenizer: AnyTokenizer, placeholder: str | None, why_no_images: str, *, max_model_len: int,
+        self, tokenizer: AnyTokenizer, placeholders: Mapping[str, str], why_no_images: str, *, max_model_len: int,
         max_characters: int,
     ) -> None:  # fmt: skip
-        self._tokenizer, self._placeholder, self._why_no_images = tokenizer, placeholder, why_no_images
+        self._tokenizer, self._placeholders, self._why_no_images = tokenizer, placeholders, why_no_images
         self._max_model_len, self._max_characters = max_model_len, max_characters
         self._lock = threading.Lock()
         self._idle: list[ChatTemplateRenderer] = []
         self._all: list[ChatTemplateRenderer] = []
 
     def render(self, conversation: Conversation) -> tuple[str, list[Any]]:
-        """The text of a conversation, rendered within limits of time and memory, and its images.
+        """The text of a conversation, rendered within limits of time and memory, and its images and videos.
 
         Raises:
             RequestError: the checkpoint has no template, or it rejects the messages, or exceeds the limits.
@@ -48,18 +50,21 @@ class ConversationRenderer:
         split, images = self._check(conversation)
         try:
             template = self._tokenizer.get_chat_template()
-            messages = fit_contents(split, template, self._placeholder)
+            messages = fit_contents(split, template, self._placeholders)
             fitted = msgspec.structs.replace(conversation, messages=messages, images=())
             text = self._render(template, fitted, self._tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError.of(name, f": the chat template failed: {reason}") from None
-        if images and self._placeholder is not None and text.count(self._placeholder) < len(images):
+        num_videos = sum(isinstance(image, Video) for image in images)
+        for kind, place, number in (("image", PLACE, len(images) - num_videos), ("video", VIDEO_PLACE, num_videos)):
+            if not number or text.count(self._placeholders[kind]) >= number:
+                continue
             roles = {str(message.get("role")) for message in split
-                     if isinstance(message.get("content"), list) and PLACE in message["content"]}  # fmt: skip
+                     if isinstance(message.get("content"), list) and place in message["content"]}  # fmt: skip
             raise RequestError.of(
                 name,
-                f"holds images in messages of the role {' and '.join(sorted(roles))}, and the model's chat "
+                f"holds {kind}s in messages of the role {' and '.join(sorted(roles))}, and the model's chat "
                 "template leaves some of them out; give these in a message of the role user",
             )
         return text, images
@@ -83,7 +88,7 @@ class ConversationRenderer:
                 self._idle.append(renderer)
 
     def _check(self, conversation: Conversation) -> tuple[list[Mapping[str, Any]], list[Any]]:
-        """Messages with `PLACE` for each image, and the images. What cannot fit is rejected before it is rendered."""
+        """As `split_images`. What cannot fit is rejected before it is rendered."""
         name, messages = "messages", conversation.messages
         reserved = next((key for key in conversation.chat_template_kwargs if key in _TEMPLATE_ARGUMENTS), None)
         if reserved is not None:
@@ -95,8 +100,10 @@ class ConversationRenderer:
         if not messages:
             raise RequestError.of(name, "is empty; it must hold at least one message")
         split, images = split_images(messages, conversation.images)
-        if images and self._placeholder is None:
+        if images and not self._placeholders:
             raise RequestError.of(name, f"holds images; {self._why_no_images}")
+        if "video" not in self._placeholders and any(isinstance(image, Video) for image in images):
+            raise RequestError.of(name, f"holds a video, which {NO_VIDEOS}")
         if any(isinstance(image, str) for image in images):
             raise RequestError.of(name, "holds the URL of an image, which the engine does not fetch; give a data: URL")
         self._check_size(split)

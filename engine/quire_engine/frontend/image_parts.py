@@ -1,4 +1,4 @@
-"""Images in the messages of a conversation: they are taken out, and the chat template gets their places."""
+"""Images and videos in the messages of a conversation: they are taken out, and the chat template gets their places."""
 
 import base64
 import binascii
@@ -6,13 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire_engine.encoders.video import Video, read_url, read_videos
 from quire_engine.errors import RequestError, quote
 
-PLACE = {"type": "image"}
-"""What is left of an image in a message."""
+PLACE, VIDEO_PLACE = {"type": "image"}, {"type": "video"}
+"""What is left of an image in a message, and of a video."""
 _KINDS = ("image", "image_pil", "image_url", "input_image")
 """Types of parts: transformers' and vLLM's, vLLM's for Pillow's images, OpenAI's of chats, and of responses."""
-_ABSENT = ("audio", "audio_url", "image_embeds", "input_audio", "video", "video_url")
+_VIDEO_KINDS = ("video", "video_url")
+"""The same of videos; vLLM's of chats."""
+_ABSENT = ("audio", "audio_url", "image_embeds", "input_audio")
 _DETAILS = (None, "auto", "low", "high", "original")
 """OpenAI's; the model's own settings decide how large an image becomes."""
 _LOOP = re.compile(r"\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['\"]content['\"]\])|content\b)(?!\s*[.\[(])")
@@ -22,14 +25,14 @@ _IS_STRING = re.compile(r"\bis\s+(?:not\s+)?string\b")
 def split_images(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()
 ) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """Messages with `PLACE` for each image, and the images in the order of their places.
+    """Messages with `PLACE` for each image and `VIDEO_PLACE` for each video, and these in the order of their places.
 
     Args:
         messages: their content is a text, or a list of parts.
         images: those of places that hold none themselves.
 
     Returns:
-        Images of `data:` URLs are bytes, those of other URLs texts.
+        Images of `data:` URLs are bytes, those of other URLs texts; videos are `Video`s.
 
     Raises:
         RequestError: a part holds no image, or there are not as many `images` as places for them.
@@ -43,14 +46,14 @@ def split_images(
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind in _ABSENT:
                     raise RequestError("messages", f"messages[{number}].content[{i}]: {kind} parts are not taken")
-                if kind in _KINDS:
-                    place = f"messages[{number}].content[{i}]"
+                if kind in _KINDS or kind in _VIDEO_KINDS:
+                    place, is_video = f"messages[{number}].content[{i}]", kind in _VIDEO_KINDS
                     image = read_image(part, place)
                     image = next(beside, None) if image is None else image
-                    if image is None:
-                        raise RequestError("messages", f"{place}: {kind} holds no image")
+                    if image is None or isinstance(image, Video) != is_video:
+                        raise RequestError("messages", f"{place}: {kind} holds no {'video' if is_video else 'image'}")
                     found.append(image)
-                    part = PLACE
+                    part = VIDEO_PLACE if is_video else PLACE
                 parts.append(part)
             message = {**message, "content": parts}
         split.append(message)
@@ -60,7 +63,8 @@ def split_images(
 
 
 def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> Any:
-    """The image of a part: bytes of a `data:` URL, another URL as it is, or what is no text; None: it holds none.
+    """The image of a part: bytes of a `data:` URL, another URL as it is, or what is no text; or its video; None: it
+    holds none.
 
     Args:
         part: of a content.
@@ -76,10 +80,12 @@ def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> A
     value = value.get("url") if isinstance(value, Mapping) else value
     if detail not in _DETAILS:
         raise RequestError(name, f"{place}: detail is {quote(detail)}; it must be auto, low, high or original")
-    if value is None and kind == "image":
+    if value is None and kind in ("image", "video"):
         return None
-    if value is None or value == "":
-        raise RequestError(name, f"{place}: {kind} holds no image")
+    if value is None or (isinstance(value, str) and not value):
+        raise RequestError(name, f"{place}: {kind} holds no {'video' if kind in _VIDEO_KINDS else 'image'}")
+    if kind in _VIDEO_KINDS:
+        return _read_video(value, place, name)
     if not isinstance(value, str):
         return value
     scheme = value[:8].partition(":")[0].lower()
@@ -94,6 +100,30 @@ def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> A
         return decode_base64(data)
     except ValueError as error:
         raise RequestError(name, f"{place}: {error}") from None
+
+
+def _read_video(value: Any, place: str, name: str) -> Video:
+    try:
+        videos = [read_url(value, decode_base64)] if isinstance(value, str) else read_videos(value)
+        if len(videos) > 1:
+            raise ValueError("there are several; give each in a part")
+    except ValueError as error:
+        reason = str(error).removeprefix("multi_modal_data: ")
+        raise RequestError(name, f"{place}: a video cannot be used: {reason}") from None
+    return videos[0]
+
+
+def decode_media(text: bytes) -> bytes | Video:
+    """An image in base64, or the image or video of a `data:` URL.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not text.startswith(b"data:"):
+        return decode_base64(text)
+    url = text.decode(errors="replace")
+    head, _, data = url.partition(",")
+    return decode_base64(data) if head.lower().startswith("data:image/") else read_url(url, decode_base64)
 
 
 def decode_base64(text: str | bytes) -> bytes:
@@ -114,15 +144,15 @@ def decode_base64(text: str | bytes) -> bytes:
 
 
 def fit_contents(
-    messages: Sequence[Mapping[str, Any]], template: str, placeholder: str | None
+    messages: Sequence[Mapping[str, Any]], template: str, placeholders: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """Messages with contents as a chat template reads them: it loops over their parts, or writes them as texts. Of a
-    list, the latter kind gets the placeholders of its images, and then its texts, a line each, as in vLLM.
+    list, the latter kind gets the placeholders of its images and videos, and then its texts, a line each, as in vLLM.
 
     Args:
         messages: from `split_images`.
         template: in Jinja.
-        placeholder: text of an image; None: the model takes none.
+        placeholders: text of an `image`, and of a `video`; those that are missing are not taken.
     """
     takes_parts = _LOOP.search(template) is not None
     takes_text = not takes_parts or _IS_STRING.search(template) is not None
@@ -133,10 +163,10 @@ def fit_contents(
         if takes_parts or not isinstance(content, list):
             return content
         texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-        num_images = sum(part == PLACE for part in content)
-        if len(texts) + num_images < len(content) or (num_images and placeholder is None):
+        places = [placeholders.get(part["type"]) for part in content if part in (PLACE, VIDEO_PLACE)]
+        if len(texts) + len(places) < len(content) or None in places:
             return content
-        return "\n".join([*[placeholder or ""] * num_images, *texts])
+        return "\n".join([*filter(None, places), *texts])
 
     return [{**message, "content": fit(message["content"])} if message.get("content") else message
             for message in messages]  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.encoders.image_encoder import ImageEncoder
+from quire_engine.encoders.video import read_videos
 from quire_engine.errors import RequestError
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.conversation_renderer import ConversationRenderer
@@ -27,7 +28,9 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, resolve
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}`, `{"prompt": text, "pair": text}`, `{"prompt_token_ids": ids}` or
 `{"prompt_embeds": tensor}`. Beside a text or token ids, `"multi_modal_data": {"image": image or list}` has an image for
-each placeholder in it: the bytes of a file, an image of Pillow, or an array [height, width, 3] of uint8.
+each placeholder in it: the bytes of a file, an image of Pillow, or an array [height, width, 3] of uint8. `"video"` is
+the same of videos: a list of such frames, an array [frames, height, width, 3], or the bytes of an animation; or a tuple
+of one of these and `{"fps": frames per second}`.
 
 A pair is two texts that are scored or classified together, as the tokenizer encodes pairs.
 
@@ -70,9 +73,9 @@ class InputProcessor:
         self._encoder = LimitedEncoder(tokenizer)
         self._has_segments = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
         self._max_characters = characters_per_token(tokenizer) * ready.max_model_len
-        placeholder = None if self.images is None else self.images.placeholder
+        placeholders = {} if self.images is None else self.images.placeholders
         self._conversations = ConversationRenderer(
-            tokenizer, placeholder, self._why_no_images, max_model_len=ready.max_model_len,
+            tokenizer, placeholders, self._why_no_images, max_model_len=ready.max_model_len,
             max_characters=self._max_characters,
         )  # fmt: skip
 
@@ -394,15 +397,16 @@ class InputProcessor:
 
 
 def _images(prompt: Prompt) -> list[Any]:
-    """The images of a prompt. Raises RequestError if there are other data."""
+    """The images and videos of a prompt. Raises RequestError if there are other data."""
     given = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     if not given:
         return []
-    if not isinstance(given, Mapping) or set(given) != {"image"}:
+    if not isinstance(given, Mapping) or not set(given) <= {"image", "video"}:
         found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-        raise RequestError.of("multi_modal_data", f"holds {found}; it must hold image alone")
-    images = given["image"]
-    return list(images) if isinstance(images, list | tuple) else [images]
+        raise RequestError.of("multi_modal_data", f"holds {found}; it must hold image and video alone")
+    images = given.get("image", [])
+    videos = read_videos(given["video"]) if "video" in given else []
+    return [*(images if isinstance(images, list | tuple) else [images]), *videos]
 
 
 def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:

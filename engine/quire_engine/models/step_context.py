@@ -151,7 +151,8 @@ def _grid_positions(rows: StepRows, batch: Any) -> Int64Array:
                 offsets = place - part.start
                 is_inside = (offsets >= 0) & (offsets < part.length)
                 inside = offsets[is_inside]
-                own[:, is_inside] += np.stack(np.unravel_index(inside, part.grid)) - inside
+                frames, *others = np.unravel_index(inside, part.grid)
+                own[:, is_inside] += np.stack(((frames * part.frame_interval).astype(np.int64), *others)) - inside
                 own[:, offsets >= part.length] += part.position_shift
         found[:, row:end] = own
     return found
@@ -159,7 +160,7 @@ def _grid_positions(rows: StepRows, batch: Any) -> Int64Array:
 
 GRID_POSITIONS = RowColumn("grid_positions", _grid_positions, width=3)
 """[3, T], the frame, row and column of each row in M-RoPE (https://arxiv.org/abs/2409.12191, section 2.1). Those of
-text are one number, which goes on after an image's largest."""
+text are one number, which goes on after the largest of an image or a video."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,6 +109,12 @@ def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt
             raise RequestError.of("prompt_embeds", f": rows {part.start} to {part.end} are out of place")
         if part.grid and (len(part.grid) != 3 or min(part.grid) < 1 or math.prod(part.grid) != part.length):
             raise RequestError.of("multi_modal_data", f": a grid of {part.grid} has no {part.length} places")
+        if part.grid and not (0 <= part.frame_interval < math.inf and part.position_shift <= 0):
+            raise RequestError.of(
+                "multi_modal_data",
+                f": frames of a video with {part.length} tokens are {part.frame_interval:g} positions "
+                "apart, so that its positions would exceed those of its tokens; state a higher fps",
+            )
         width = ready.hidden_size * (1 + ready.num_deepstack_layers) if part.grid else ready.hidden_size
         if len(part.tensor) != 4 * part.length * width:
             raise RequestError.of(

@@ -13,6 +13,7 @@ from quire_backend import serving as serving_module
 from quire_backend.cancellation import POLL_INTERVAL_SECONDS
 from quire_backend.serving import Serving
 from quire_engine.config import FrontendConfig
+from quire_engine.encoders.video import Video
 from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
@@ -648,8 +649,9 @@ def test_images_go_to_the_placeholders_of_a_prompt(engine: Any, serve: Any, requ
 
     engine.process, engine.apply_chat_template = process, apply_chat_template
     serving, image = serve(), [base64.b64encode(b"one").decode(), base64.encodebytes(b"two" * 99).decode()]
-    messages = json.dumps([{"role": "user", "content": [{"type": "image"}] * 2}])
-    data = {"multi_modal_data": {"image": [b"one", b"two" * 99]}}
+    image.append("data:video/jpeg;fps=4;base64,YQ==,Yg==")
+    messages = json.dumps([{"role": "user", "content": [{"type": "image"}] * 2 + [{"type": "video"}]}])
+    data = {"multi_modal_data": {"image": [b"one", b"two" * 99, Video([b"a", b"b"], 4.0)]}}
     for said, prompt, name in (
         ({"text_input": "a <image> b"}, {"prompt": "a <image> b", **data}, "image"),
         ({"input_ids": [1, 2]}, {"prompt_token_ids": [1, 2], **data}, "image"),

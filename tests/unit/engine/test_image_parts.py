@@ -11,11 +11,13 @@ import pytest
 from PIL import Image
 from quire_engine import LLM, AsyncLLM, SamplingParams
 from quire_engine.config import EngineConfig
+from quire_engine.encoders.video import Video
 from quire_engine.errors import RequestError
-from quire_engine.frontend.image_parts import PLACE, fit_contents, split_images
+from quire_engine.frontend.image_parts import PLACE, VIDEO_PLACE, decode_media, fit_contents, split_images
 from support.pictures import image_of
 
 TEXT = {"type": "text", "text": "a"}
+VIDEO_URL = "data:video/jpeg;fps=4;base64,YQ==,Yg=="
 URL = f"data:image/png;base64,{base64.b64encode(b'one').decode()}"
 
 
@@ -35,12 +37,39 @@ def test_images_are_taken_out_in_their_order() -> None:
     assert images == [b"one", b"beside", 5, "https://a/b", b"another"]
 
 
+def test_videos_are_taken_out_in_their_order() -> None:
+    frames, named = [image_of(4, 5), image_of(4, 5, seed=1)], Video([b"x"], 3.0)
+    parts = [
+        {"type": "video_url", "video_url": {"url": VIDEO_URL}}, PLACE, {"type": "video", "video": frames}, VIDEO_PLACE,
+        {"type": "video", "video": (frames, {"fps": 8})}, {"type": "video_url", "video_url": VIDEO_URL},
+        {"type": "video_url", "video_url": "data:image/gif;base64,Yg=="},
+    ]  # fmt: skip
+    split, found = split_images([user(*parts)], [b"image", named])
+    assert split == [user(VIDEO_PLACE, PLACE, *[VIDEO_PLACE] * 5)]
+    assert found == [
+        Video([b"a", b"b"], 4.0), b"image", Video(frames), named, Video(frames, 8.0), Video([b"a", b"b"], 4.0),
+        Video([b"b"]),
+    ]  # fmt: skip
+    for video in (named, Video([b"a", b"b"]), Video([b"a", b"b"], 29.97)):
+        assert decode_media(video.url.encode()) == video, "as the gateway sends it to the server"
+    assert decode_media(URL.encode()) == decode_media(URL.partition(",")[2].encode()) == b"one"
+
+
 @pytest.mark.parametrize(
     ("part", "images", "message"),
     [
         (PLACE, [], r"messages\[0\].content\[0\]: image holds no image"),
         (PLACE, [b"a", b"b"], "1 times fewer than there are images"),
-        ({"type": "video_url", "video_url": {}}, [], "video_url parts are not taken"),
+        ({"type": "audio_url", "audio_url": {}}, [], "audio_url parts are not taken"),
+        ({"type": "video_url", "video_url": {}}, [], "video_url holds no video"),
+        (VIDEO_PLACE, [b"an image"], "video holds no video"),
+        (PLACE, [Video([b"a frame"])], "image holds no image"),
+        ({"type": "video_url", "video_url": "https://a/b"}, [], "'https://a/b' is no data: URL"),
+        ({"type": "video_url", "video_url": VIDEO_URL.replace(";base64", "")}, [], "is no data: URL with base64"),
+        ({"type": "video_url", "video_url": VIDEO_URL + ","}, [], "a video cannot be used: the image is empty"),
+        ({"type": "video_url", "video_url": VIDEO_URL.replace("fps=4", "fps=0")}, [], "fps is '0'"),
+        ({"type": "video_url", "video_url": VIDEO_URL + ",Yg==" * 767}, [], "has 769 frames; at most 768"),
+        ({"type": "video", "video": [[b"one"], [b"another"]]}, [], "there are several; give each in a part"),
         ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, [], "must be a data: URL"),
     ],
 )
@@ -59,12 +88,17 @@ PLAIN = "{% for m in messages %}{% for line in m['content'].splitlines() %}{{ li
 
 @pytest.mark.parametrize(
     ("template", "text", "images"),
-    [(LOOP, [TEXT], [PLACE, TEXT, PLACE]), (BOTH, "a", [PLACE, TEXT, PLACE]), (PLAIN, "a", "<i>\n<i>\na")],
+    [
+        (LOOP, [TEXT], [PLACE, TEXT, VIDEO_PLACE]),
+        (BOTH, "a", [PLACE, TEXT, VIDEO_PLACE]),
+        (PLAIN, "a", "<i>\n<v>\na"),
+    ],
     ids=["parts", "both", "texts"],
 )
 def test_contents_are_what_a_template_reads(template: str, text: Any, images: Any) -> None:
-    messages = [{"role": "user", "content": "a"}, user(PLACE, TEXT, PLACE), user(TEXT), {"role": "user"}]
-    contents = [message.get("content") for message in fit_contents(messages, template, "<i>")]
+    messages = [{"role": "user", "content": "a"}, user(PLACE, TEXT, VIDEO_PLACE), user(TEXT), {"role": "user"}]
+    placeholders = {"image": "<i>", "video": "<v>"}
+    contents = [message.get("content") for message in fit_contents(messages, template, placeholders)]
     assert contents == [text, images, "a" if template == PLAIN else [TEXT], None]
 
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from quire_engine.encoders.video import Video
+from quire_engine.frontend.image_parts import decode_media
 from quire_gateway import media
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.media import Media, is_public
@@ -32,13 +34,14 @@ def block(data: Any, kind: str = "base64") -> dict[str, Any]:
     return {"type": "image", "source": {"type": kind, "media_type": "image/png", name: data}}
 
 
-def inputs(request: Any) -> tuple[Any, list[bytes]]:
-    """The conversation and the images of a request."""
+def inputs(request: Any) -> tuple[Any, list[bytes | Video]]:
+    """The conversation and the images and videos of a request."""
     contents = dict(zip([item.name for item in request.inputs], request.raw_input_contents, strict=True))
-    images, position = [], 0
+    images: list[bytes | Video] = []
+    position = 0
     while position < len(contents.get("image", b"")):
         (size,) = struct.unpack_from("<I", contents["image"], position)
-        images.append(base64.b64decode(contents["image"][position + 4 : position + 4 + size], validate=True))
+        images.append(decode_media(contents["image"][position + 4 : position + 4 + size]))
         position += 4 + size
     return json.loads(contents["messages"][4:]), images
 
@@ -60,6 +63,40 @@ def test_images_travel_beside_the_messages(path: str, parts: list[Any]) -> None:
     place, texts = {"type": "image"}, [{"type": "text", "text": text} for text in "ab"]
     turn = {"role": "user", "content": [place, texts[0], place, texts[1]]}
     assert inputs(request) == ({"messages": [turn]}, FILES)
+
+
+def test_videos_travel_beside_the_messages() -> None:
+    url = f"data:video/jpeg;fps=4;base64,{','.join(CODES)}"
+    parts = [
+        {"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": URLS[0]},
+        {"type": "video_url", "video_url": f"data:image/gif;base64,{CODES[1]}"},
+    ]  # fmt: skip
+    answer, (request,) = ask(CHAT, body(CHAT, parts))
+    assert answer.status == 200
+    places = [{"type": "video"}, {"type": "text", "text": "a"}, {"type": "image"}, {"type": "video"}]
+    expected = [Video(FILES, 4.0), FILES[0], Video(FILES[1:])]
+    assert inputs(request) == ({"messages": [{"role": "user", "content": places}]}, expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("https://a/b.gif", "'https://a/b.gif' is no data: URL with base64"),
+        ({"url": "data:video/mp4,x"}, "is no data: URL with base64"),
+        ({"url": "data:video/jpeg;base64,a"}, "the image is not base64"),
+        ({"url": 5}, "a video is 5; it must be a file"),
+        ([1, 2], "must be a URL, or an object with url"),
+        ([["x"]], "a video is 'x'"),
+        (None, "video_url holds no video"),
+    ],
+)
+def test_what_is_no_video_is_rejected_by_its_place(value: Any, message: str) -> None:
+    answer, requests = ask(CHAT, body(CHAT, [{"type": "video_url", "video_url": value}]))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], requests) == (400, "messages", [])
+    assert error["message"].startswith("messages[0].content[0]")
+    assert message in error["message"]
 
 
 def test_turns_of_one_role_are_joined_with_their_images() -> None:

@@ -1,13 +1,14 @@
 """What a family of models says of images."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
 from quire_engine.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import nn
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -16,6 +17,25 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 class NoImagesError(CheckpointError):
     """A checkpoint is served as text alone; the message states its architecture, and why."""
+
+
+DEFAULT_SAMPLED_FPS = 2.0
+"""Frames of an animation that are taken of each second."""
+
+
+class ExpandedVideo(NamedTuple):
+    """What a video is in a prompt."""
+
+    before: str
+    """Text whose tokens depend on what is before it."""
+    text: str
+    """After this."""
+    grid: tuple[int, ...] = ()
+    """Frames, rows and columns of each run of hidden states."""
+    frame_interval: float = 1.0
+    """Rotary positions from a frame of the grid to the next."""
+    after: str = ""
+    """Text whose tokens depend on what is after it."""
 
 
 class ImageFamily(Protocol):
@@ -44,6 +64,32 @@ class ImageFamily(Protocol):
         """Frames, rows and columns of the hidden states, for rotary positions of three dimensions; else empty."""
         return ()
 
+    video_token_id: int | None = None
+    """The token that stands for a video in a prompt, if the configuration says it; it may also be that of states."""
+    video_token: str = ""
+    """Else its text, if there are videos."""
+
+    def read_video_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of transformers' video processor, from its file; with defaults that the image processor lacks."""
+        return dict(settings)
+
+    def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
+        """Which frames of an animation are taken, of `number` with `fps` a second: those at the beginnings of equal
+        stretches."""
+        count = max(min(int(number / fps * sampled_fps(settings)), number), 1)
+        return [position * number // count for position in range(count)]
+
+    def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
+        """What the tower takes, of frames of one size, and the layout that `expand_video` takes; `processor` is the
+        image processor with a video's settings."""
+        raise NotImplementedError
+
+    def expand_video(
+        self, layout: Sequence[int], seconds: Sequence[float], fps: float, image_token: str, video_token: str
+    ) -> "ExpandedVideo":
+        """The tokens of a video whose frames are shown at `seconds`, `fps` in each second."""
+        raise NotImplementedError
+
     def tower(self) -> "nn.Module":
         """The model, in torch's default dtype and device; its `forward` takes the arrays as tensors, and returns
         [n, E], the hidden states of the image tokens in their order. Modules with a method `pack` are packed once they
@@ -51,3 +97,8 @@ class ImageFamily(Protocol):
 
     def rename(self, name: str) -> str | None:
         """The tower's name of a tensor of the checkpoint; None if it is of another part."""
+
+
+def sampled_fps(settings: Mapping[str, Any]) -> float:
+    """Frames of each second that a video processor takes."""
+    return float(settings.get("fps") or DEFAULT_SAMPLED_FPS)

@@ -5,13 +5,19 @@ shuffled into fewer that are longer."""
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire_engine.encoders.families.base import ImageFamily
+from quire_engine.encoders.families.base import Arrays, ExpandedVideo, ImageFamily
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import nn
 
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
+NUMBERS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
 class Idefics3(ImageFamily):
@@ -57,6 +63,54 @@ class Idefics3(ImageFamily):
 
 
 class SmolVLM(Idefics3):
-    """The same with another image processor."""
+    """The same with another image processor. Of a video, each frame is an image that is not cut, after its time."""
 
     processor = "smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil"
+    video_token = "<video>"
+
+    def read_video_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """With those of `video_sampling`, which come first."""
+        sampling = settings.get("video_sampling")
+        if not isinstance(sampling, dict):
+            return dict(settings)
+        given = {**settings, "fps": sampling.get("fps"), "num_frames": sampling.get("max_frames")}
+        return given | ({"size": sampling["video_size"]} if "video_size" in sampling else {})
+
+    def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
+        """As many frames as `num_frames`, or one of each second if these are fewer, the first and the last among them;
+        of long videos, without the first and the last second."""
+        wanted, most = settings.get("fps") or 1, settings.get("num_frames") or 64
+        seconds = number / fps
+        count = max(min(round(seconds * wanted), most), 1)
+        first, last = 0, number - 1
+        if seconds - 2 > most * wanted:
+            first, last = int(fps), min(int(number - fps), number - 1)
+        return sorted({first + int((last - first) * position / max(count - 1, 1)) for position in range(count)})
+
+    def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
+        """Each frame as an image."""
+        found = processor(images=[list(frames)], return_tensors="np", do_image_splitting=False)
+        return {name: found[name] for name in ("pixel_values", "pixel_attention_mask")}, [len(frames)]
+
+    def expand_video(
+        self, layout: Sequence[int], seconds: Sequence[float], fps: float, image_token: str, video_token: str
+    ) -> ExpandedVideo:
+        """A sentence that tells the number of frames and the length, and a line for each frame."""
+        hours, minutes, rest = int(seconds[-1]) // 3600, int(seconds[-1]) // 60 % 60, int(seconds[-1]) % 60
+        intro = (
+            f"You are provided the following series of {in_words(layout[0])} frames from a "
+            f"{hours}:{minutes:02}:{rest:02} [H:MM:SS] video.\n"
+        )
+        times = [f"\nFrame from {int(one) // 60:02}:{int(one) % 60:02}:" for one in seconds]
+        states = f"{AROUND}{WHOLE}{image_token * self._num_states}{AROUND}"
+        return ExpandedVideo(intro + times[0], "".join((states, *(one + states for one in times[1:]))), after="\n\n")
+
+
+def in_words(number: int) -> str:
+    """A number below 1000 in English."""
+    if number < len(NUMBERS):
+        return NUMBERS[number]
+    if number < 100:
+        return TENS[number // 10 - 2] + (f"-{NUMBERS[number % 10]}" if number % 10 else "")
+    rest = f" and {in_words(number % 100)}" if number % 100 else ""
+    return f"{NUMBERS[number // 100]} hundred{rest}"

@@ -4,11 +4,12 @@ shuffled into fewer that are longer; the whole image, made smaller, comes last."
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire_engine.encoders.families.base import ImageFamily
+from quire_engine.encoders.families.base import Arrays, ExpandedVideo, ImageFamily, sampled_fps
 from quire_engine.encoders.families.llava import rename
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import nn
 
 DEFAULTS: Mapping[str, Any] = {
@@ -22,6 +23,7 @@ class InternVL(ImageFamily):
 
     processor = "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil"
     arguments: Mapping[str, Any] = {"crop_to_patches": True}
+    video_token = "<video>"
 
     def __init__(self, fields: Fields) -> None:
         self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 151667)
@@ -52,6 +54,24 @@ class InternVL(ImageFamily):
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """All states between the tokens of their beginning and end."""
         return f"<img>{image_token * self._num_states * layout[0]}</img>"
+
+    def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
+        """Frames in the middles of equal stretches."""
+        count = max(min(int(number / fps * sampled_fps(settings)), number), 1)
+        return [(2 * position + 1) * number // (2 * count) for position in range(count)]
+
+    def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
+        """Each frame as one tile."""
+        found = processor(images=list(frames), return_tensors="np", crop_to_patches=False)
+        return {"pixel_values": found["pixel_values"]}, [len(frames)]
+
+    def expand_video(
+        self, layout: Sequence[int], seconds: Sequence[float], fps: float, image_token: str, video_token: str
+    ) -> ExpandedVideo:
+        """A line for each frame, with its number."""
+        states = f"<img>{image_token * self._num_states}</img>"
+        first, *others = (f"Frame{number + 1}: " for number in range(layout[0]))
+        return ExpandedVideo(first, "\n".join((states, *(other + states for other in others))))
 
     def tower(self) -> "nn.Module":
         """The vision tower, and the projection of shuffled states."""

@@ -11,10 +11,13 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire_engine.encoders.families.base import ImageFamily
+import numpy as np
+
+from quire_engine.encoders.families.base import Arrays, ExpandedVideo, ImageFamily
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import nn
 
 PROCESSORS = {
@@ -200,3 +203,20 @@ class LlavaOnevision(LlavaNext):
         if not number.isascii() or not number.isdecimal() or not 0 < int(number) < MAX_SIZE:
             raise fields.error(name, "anyres_max_ and a number of tiles, as in anyres_max_9")
         self.max_tiles = int(number)
+        index = fields.integer("video_token_index", 0, MAX_POSITIONS, 151647)
+        self.video_token_id = fields.integer("video_token_id", 0, MAX_POSITIONS, index)
+
+    def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
+        """Each frame as a square."""
+        pixels = []
+        for frame in frames:
+            resized = np.asarray(frame.resize((self.tile_size, self.tile_size), processor.resample)).transpose(2, 0, 1)
+            scaled = processor.rescale(resized, processor.rescale_factor)
+            pixels.append(processor.normalize(scaled, processor.image_mean, processor.image_std))
+        return {"pixel_values": np.stack(pixels).astype(np.float32)}, [len(frames)]
+
+    def expand_video(
+        self, layout: Sequence[int], seconds: Sequence[float], fps: float, image_token: str, video_token: str
+    ) -> ExpandedVideo:
+        """States of all frames, a fourth of an image's each, and one after them."""
+        return ExpandedVideo("", video_token * (layout[0] * ((self.side + 1) // 2) ** 2 + 1))

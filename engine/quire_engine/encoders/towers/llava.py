@@ -106,8 +106,13 @@ class TiledTower(nn.Module):
         self._tower, self._points, self._tile_size, self._side = [tower], points, tile_size, side
         self._max_tiles = max_tiles
 
-    def forward(self, pixel_values: torch.Tensor, image_sizes: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        """[1, 1 + tiles, channels, height, width] and the image's height and width, [1, 2] → [n, E]"""
+    def forward(
+        self, pixel_values: torch.Tensor, image_sizes: torch.Tensor | None = None, **others: torch.Tensor
+    ) -> torch.Tensor:
+        """[1, 1 + tiles, channels, height, width] and the image's height and width, [1, 2]; or frames of a video,
+        [frames, channels, height, width] → [n, E]"""
+        if image_sizes is None:
+            return self._video(pixel_values)
         (rows, columns), of_rows, of_columns = unpadded(
             image_sizes[0].tolist(), self._points, self._tile_size, self._side
         )
@@ -122,3 +127,11 @@ class TiledTower(nn.Module):
                 tiles = F.interpolate(tiles.permute(2, 0, 1)[None], size, mode="bilinear")[0].permute(1, 2, 0)
         lines = torch.cat((tiles, self.image_newline.expand(len(tiles), 1, -1)), 1)
         return torch.cat((states[0], lines.flatten(0, 1)))
+
+    def _video(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The states of each frame, resized to a fourth as many; `image_newline` follows the last."""
+        states = self._tower[0](pixel_values)
+        frames = states.view(len(pixel_values), self._side, self._side, -1).permute(0, 3, 1, 2)
+        size = ((self._side + 1) // 2,) * 2
+        resized = F.interpolate(frames, size, mode="bilinear").permute(0, 2, 3, 1)
+        return torch.cat((resized.reshape(-1, states.shape[-1]), self.image_newline[None]))

@@ -50,7 +50,7 @@ def test_in_chunks_from_the_cache_after_preemption_and_of_several_ranks(
     """The same tokens, however the engine computes them."""
     folder = picture_checkpoint(name)
     encoder = encoder_of(folder)
-    place = encoder.placeholder
+    place = encoder.placeholders["image"]
     first, second = image_of(40, 90), image_of(130, 61, seed=1)
     prompts: list[Any] = [
         {"prompt": f"def f({place}):", "multi_modal_data": {"image": [first]}},

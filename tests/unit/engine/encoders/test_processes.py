@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from quire_engine.encoders.family import find_family
 from quire_engine.encoders.image_encoder import EncodedImage, ImageEncoder
+from quire_engine.encoders.processing import Job
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.system.limited_process import LimitedProcess
@@ -130,9 +131,10 @@ def test_images_are_decoded_beside_the_tower_and_those_of_one_prompt_do_not_go_b
     done: list[str] = []
     submit, ask = encoder._threads.submit, encoder._ask
 
-    def record_submit(function: Any, content: bytes, size: tuple[int, int], digest: bytes) -> Any:
-        widths.append(size[0])
-        return submit(function, content, size, digest)
+    def record_submit(function: Any, content: bytes, job: Job, digest: bytes) -> Any:
+        assert job.size is not None
+        widths.append(job.size[0])
+        return submit(function, content, job, digest)
 
     def record_ask(process: LimitedProcess, job: Any, what: str) -> Any:
         answer = ask(process, job, what)
