@@ -633,14 +633,14 @@ def test_incidents_say_who_was_hurt_also_after_the_server_and_the_page_are_gone(
 
 
 def test_ended_requests_need_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "another")
+    set_settings(monkeypatch, introspection_token="another")
     text = text_of(open_page("ended"))
     assert "does not say which requests have ended.** introspection_token is wrong or missing" in text
     assert "Start the dashboard with `QUIRE_INTROSPECTION_TOKEN`" in text
 
 
 def test_requests_cannot_be_seen_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "another")
+    set_settings(monkeypatch, introspection_token="another")
     text = text_of(open_page("requests"))
     assert "cannot be seen.** introspection_token is wrong or missing" in text
     assert "Start the dashboard with `QUIRE_INTROSPECTION_TOKEN`" in text
