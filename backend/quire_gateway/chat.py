@@ -234,7 +234,7 @@ def image_part(place: str, part: Mapping[str, Any], param: str) -> dict[str, Any
     except RequestError as error:
         raise InvalidRequestError(param, str(error)) from None
     kind = "video_url" if isinstance(value, Video) else "image_url"
-    if not all(isinstance(one, str | bytes) for one in (value.frames if isinstance(value, Video) else [value])):
+    if not isinstance(value, str | bytes | Video):
         raise InvalidRequestError(param, f"{place}.{kind} must be a URL, or an object with url")
     return {"type": kind, kind: value}
 

@@ -46,6 +46,7 @@ FAMILIES = {
     "Gemma4ForConditionalGeneration": "gemma4-conditional",
     "Gemma4UnifiedForConditionalGeneration": "gemma4-unified",
     "GemmaForCausalLM": "gemma",
+    "Glm46VForConditionalGeneration": "glm46v",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4-moe",
     "Glm4MoeLiteForCausalLM": "glm4-moe-lite",

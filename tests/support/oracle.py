@@ -447,6 +447,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "first_k_dense_replace": 1,
         "index_topk": 500, "index_head_dim": 16, "index_n_heads": 3, "indexer_types": ["full", "shared", "full"],
     },
+    "glm46v": {
+        "model_type": "glm46v", "tie_word_embeddings": False, "text_config": {
+            "model_type": "glm4v_text", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+            },
+        },
+        "vision_config": GLM_VISION,
+    },
     "glm4v": {
         "model_type": "glm4v", "tie_word_embeddings": False, "text_config": {
             "model_type": "glm4v_text", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,

@@ -179,6 +179,13 @@ PICTURES: dict[str, dict[str, Any]] = {
         }},
         **GEMMA4, "needs_ids": True,
     },
+    "glm46v": {
+        "config": {
+            "model_type": "glm46v", "text_config": {**GLM_TEXT, "model_type": "glm4v_text"},
+            "vision_config": GLM_VISION,
+        },
+        **GLM, "processor": "glm46v.processing_glm46v.Glm46VProcessor",
+    },
     "glm4v": {
         "config": {
             "model_type": "glm4v", "text_config": {**GLM_TEXT, "model_type": "glm4v_text"}, "vision_config": GLM_VISION,

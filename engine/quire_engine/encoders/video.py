@@ -70,24 +70,27 @@ def read_videos(given: Any) -> list[Video]:
     Raises:
         RequestError: it is nothing of this.
     """
+    if not isinstance(given, list | tuple) or not given or _is_with_metadata(given) or all(map(_is_frame, given)):
+        return [_read_video(given)]
+    return [_read_video(one) for one in given]
+
+
+def _read_video(given: Any) -> Video:
     if isinstance(given, Video):
-        return [given]
+        return given
     if _is_with_metadata(given):
         frames, metadata = given
-        (video,) = read_videos(frames)
         fps = metadata.get("fps")
         if set(metadata) - {"fps"} or (fps is not None and not _is_rate(fps)):
             raise _error(f"{quote(dict(metadata))} is beside a video; it must be {{'fps': number above 0}} alone")
-        return [Video(video.frames, None if fps is None else float(fps))]
+        return Video(_read_video(frames).frames, None if fps is None else float(fps))
     if isinstance(given, bytes | bytearray | memoryview):
-        return [Video([given])]
+        return Video([given])
     if isinstance(given, np.ndarray) and given.ndim == 4:
-        return [Video(list(given))]
-    if not isinstance(given, list | tuple) or not given:
+        return Video(list(given))
+    if not isinstance(given, list | tuple) or not given or not all(map(_is_frame, given)):
         raise _error(f"a video is {quote(given)}; it must be a file, an array of 4 dimensions, or a list of frames")
-    if all(map(_is_frame, given)):
-        return [Video(list(given))]
-    return [video for one in given for video in read_videos(one)]
+    return Video(list(given))
 
 
 def _is_frame(given: Any) -> bool:

@@ -84,6 +84,8 @@ def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> A
         return None
     if value is None or (isinstance(value, str) and not value):
         raise RequestError(name, f"{place}: {kind} holds no {'video' if kind in _VIDEO_KINDS else 'image'}")
+    if kind == "video_url" and not isinstance(value, str | Video):
+        raise RequestError(name, f"{place}: video_url must be a data: URL, or an object with url")
     if kind in _VIDEO_KINDS:
         return _read_video(value, place, name)
     if not isinstance(value, str):

@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "GemmaForCausalLM": "gemma",
+    "Glm46VForConditionalGeneration": "glm4v",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",

@@ -85,9 +85,8 @@ def test_videos_travel_beside_the_messages() -> None:
         ("https://a/b.gif", "'https://a/b.gif' is no data: URL with base64"),
         ({"url": "data:video/mp4,x"}, "is no data: URL with base64"),
         ({"url": "data:video/jpeg;base64,a"}, "the image is not base64"),
-        ({"url": 5}, "a video is 5; it must be a file"),
-        ([1, 2], "must be a URL, or an object with url"),
-        ([["x"]], "a video is 'x'"),
+        ({"url": 5}, "video_url must be a data: URL, or an object with url"),
+        ([[1, 2]], "video_url must be a data: URL, or an object with url"),
         (None, "video_url holds no video"),
     ],
 )

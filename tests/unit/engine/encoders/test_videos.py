@@ -318,6 +318,8 @@ def test_what_is_no_video_is_named(name: str, encoder: ImageEncoder) -> None:
         ([], r"a video is \[\]"),
         ("a.mp4", "a video is 'a.mp4'"),
         (LONG[0], "a video is "),
+        ([[[LONG]]], "a video is "),
+        (([LONG, SHORT], {"fps": 2}), "a video is "),
         ((LONG, {"fps": 0}), "it must be {'fps': number above 0} alone"),
         ((LONG, {"fps": True}), "it must be {'fps': number above 0} alone"),
         ((LONG, {"frames_indices": [0, 5]}), "it must be {'fps': number above 0} alone"),
