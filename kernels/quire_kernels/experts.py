@@ -262,7 +262,7 @@ def _run(
     if lora is not None:
         assert lora.gate_up.layer is not None
         assert lora.down.layer is not None
-        call.lora_gate_up, call.lora_down = (ctypes.addressof(one.layer) for one in (lora.gate_up, lora.down))
+        call.lora_gate_up, call.lora_down = ctypes.addressof(lora.gate_up.layer), ctypes.addressof(lora.down.layer)
         call.lora_index = lora.slots.data_ptr()
     launch("quire_experts", call, out_TE)
     return out_TE
