@@ -145,13 +145,13 @@ def read_adapters(
     """Each adapter of the setting `lora_modules`, or what is wrong with it."""
     if not config.lora.lora_modules:
         return
+    from quire_engine.adapters.adaptable import adaptable_modules
     from quire_engine.adapters.checkpoint import AdapterCheckpoint
-    from quire_engine.adapters.store import adaptable_modules
     from quire_engine.models.checkpoints.config import CheckpointConfig
 
     if not isinstance(checkpoint, CheckpointConfig):
         raise CheckpointError(f"{checkpoint.architecture} runs with transformers' own code, which takes no adapters")
-    modules = adaptable_modules(checkpoint)
+    modules = adaptable_modules(checkpoint, config)
 
     def read(folder: str) -> AdapterCheckpoint | CheckpointError:
         try:

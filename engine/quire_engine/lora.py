@@ -69,6 +69,12 @@ class AdaptableModules(msgspec.Struct):
     """Tokens and features of the embedding and of the head, by their names in the model. Adapters may replace them."""
     are_tied: bool = False
     """Whether the base has one matrix for both."""
+    are_experts_interleaved: bool = False
+    """Whether rows of gate and up alternate where transformers has both of all experts in one parameter."""
+    why_not_experts: str = ""
+    """Where adapters may not change experts: what the engine computes them with or on."""
+    why_not_dora: str = ""
+    """Likewise where there may be no DoRA."""
 
     def named(self, name: str) -> str:
         """The model's name of a layer, of which transformers' is given."""

@@ -52,6 +52,7 @@ struct LoraLayer {
   int64_t in_features;
   int64_t hidden_size;    // elements that a projection has in `hidden`
   int32_t is_float;       // else bfloat16, as are A, B, x and hidden
+  const float* const* scales;  // [slots, projections], of the base's features, up to whole panels of 16 with 1; null: 1
 };
 
 // hidden = x · Aᵀ of each row's adapter. Rows that have one are sorted by slot.
@@ -104,6 +105,7 @@ struct LinearCall {
   int64_t lora_first;             // the number of the first output feature in the layer
   const int64_t* lora_places;     // where each row is in lora_delta, or -1; null but while a panel is computed, as is
   const float* lora_delta;        // what is added to the rows of a block, see lora.inc
+  const float* lora_scales;       // what multiplies them before, without the bias, likewise; null: 1
 };
 
 // A linear layer for each head: unquantised, without bias and activation.
@@ -435,6 +437,9 @@ struct ExpertsCall {
   int64_t intermediate_size;
   int32_t is_float;
   int32_t out_is_float;  // the sum is not rounded; without shared
+  const LoraLayer* lora_gate_up;  // or null; slots are those of all experts, of [experts, adapters]; so of the next
+  const LoraLayer* lora_down;
+  const int64_t* lora_index;      // [rows], the adapter of each; -1: none
 };
 
 // RMSNorm of groups of features, with a gate before or after it.

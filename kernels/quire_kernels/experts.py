@@ -8,11 +8,14 @@ once, then `routed_experts`; or `expert_results` where others need single result
 Tokens are sorted by expert, and only the weights of experts that a token has chosen are read. Each expert's linears are
 those of `linear`: a token has the bits that they would give it alone. The sum is in the order of the token's experts,
 likeliest first, in float32, and rounded once; so, as with `linear`, a token's result does not depend on the others.
+
+Adapters of experts (`lora.py`) are added where `linear` adds them, before the activation; on the CPU alone.
 """
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +31,7 @@ from quire_kernels.cpu import (
     with_dense_rows,
 )
 from quire_kernels.linear import LinearCall, LinearWeight, linear
+from quire_kernels.lora import LoraRows, LoraTable
 
 _ExpertsCall = structure("ExpertsCall")
 
@@ -63,6 +67,16 @@ class ExpertsWeight:
     @property
     def intermediate_size(self) -> int:
         return self.down[0].in_features
+
+
+class ExpertsLora(NamedTuple):
+    """The adapter of each row of a batch: an argument of `routed_experts`."""
+
+    gate_up: LoraTable
+    """Of all experts that are here, in their order."""
+    down: LoraTable
+    slots: torch.Tensor
+    """int64 [T], the slot of each row, below `max_loras`; -1: none. Not checked by the kernels."""
 
 
 def pack_experts(
@@ -123,6 +137,7 @@ def routed_experts(
     experts: ExpertsWeight,
     shared_TE: torch.Tensor | None = None,
     shared_gate_T1: torch.Tensor | None = None,
+    lora: ExpertsLora | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the outputs of each token's experts, those that are here: [T, E]. Raises TypeError or
     ValueError if an argument does not fit the experts.
@@ -134,6 +149,7 @@ def routed_experts(
         experts: from `pack_experts`.
         shared_TE: added to the sum before it is rounded: the output of experts that all tokens share.
         shared_gate_T1: float32, whose sigmoid multiplies `shared_TE`.
+        lora: adapters; on the CPU alone.
     """
     x_TE = with_dense_rows(x_TE)
     (rows, size), top_k = x_TE.shape, expert_ids_TK.shape[1]
@@ -144,7 +160,11 @@ def routed_experts(
     if shared_TE is not None and (shared_TE.shape != x_TE.shape or shared_TE.dtype != x_TE.dtype):
         raise ValueError(f"shared_TE is {list(shared_TE.shape)}; it must be {list(x_TE.shape)}, of {x_TE.dtype}")
     shared_TE = None if shared_TE is None else with_dense_rows(shared_TE)
+    if lora is not None:
+        _check_lora(lora, experts, rows)
     if uses_triton(x_TE):
+        if lora is not None:
+            raise ValueError("lora is given; there is no kernel of experts with adapters for GPUs")
         from quire_kernels.gpu import experts as gpu
 
         return gpu.routed_experts(
@@ -157,10 +177,19 @@ def routed_experts(
     if shared_gate_T1 is not None:
         check_tensor("shared_gate_T1", shared_gate_T1, torch.float32, rows, 1)
     if experts.calls is None or library() is None:
-        results_TKE = _results_torch(x_TE, experts.expert_map[expert_ids_TK], experts)
+        results_TKE = _results_torch(x_TE, experts.expert_map[expert_ids_TK], experts, lora)
         return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(x_TE.dtype)
     out_TE = torch.empty(rows, size, dtype=x_TE.dtype)
-    return _run(out_TE, weights_TK, x_TE.dtype, (experts, x_TE, expert_ids_TK), shared_TE, shared_gate_T1)
+    return _run(out_TE, weights_TK, x_TE.dtype, (experts, x_TE, expert_ids_TK), shared_TE, shared_gate_T1, lora=lora)
+
+
+def _check_lora(lora: ExpertsLora, experts: ExpertsWeight, rows: int) -> None:
+    check_tensor("lora.slots", lora.slots, torch.int64, rows)
+    for name, table, linears in (("gate_up", lora.gate_up, experts.gate_up), ("down", lora.down, experts.down)):
+        own = (table.num_experts, sum(table.sizes), table.in_features, table.dtype)
+        wanted = (len(linears), linears[0].out_features, linears[0].in_features, linears[0].dtype)
+        if own != wanted:
+            raise ValueError(f"lora.{name} is of {own}: experts, features and dtype; it must be of {wanted}")
 
 
 def expert_results(x_PE: torch.Tensor, expert_ids_P: torch.Tensor, experts: ExpertsWeight) -> torch.Tensor:
@@ -212,6 +241,7 @@ def _run(
     shared_TE: torch.Tensor | None = None,
     shared_gate_T1: torch.Tensor | None = None,
     results_TKE: torch.Tensor | None = None,
+    lora: ExpertsLora | None = None,
 ) -> torch.Tensor:
     """Launch the C++ kernel with tensors that are checked; returns `out_TE`. It computes experts, of `routed`: them,
     activations and ids; or sums results that are given. `dtype` is that of activations."""
@@ -229,18 +259,30 @@ def _run(
         call.expert_map, call.experts = experts.expert_map.data_ptr(), len(down)
         call.gate_up, call.down = ctypes.addressof(gate_up), ctypes.addressof(down)
         call.intermediate_size = experts.intermediate_size
+    if lora is not None:
+        assert lora.gate_up.layer is not None
+        assert lora.down.layer is not None
+        call.lora_gate_up, call.lora_down = ctypes.addressof(lora.gate_up.layer), ctypes.addressof(lora.down.layer)
+        call.lora_index = lora.slots.data_ptr()
     launch("quire_experts", call, out_TE)
     return out_TE
 
 
-def _results_torch(x_TE: torch.Tensor, places_TK: torch.Tensor, experts: ExpertsWeight) -> torch.Tensor:
+def _results_torch(
+    x_TE: torch.Tensor, places_TK: torch.Tensor, experts: ExpertsWeight, lora: ExpertsLora | None = None
+) -> torch.Tensor:
     """[T, K, E] float32, by the experts' places; zeros for those that are not here."""
     results_TKE = x_TE.new_zeros(*places_TK.shape, experts.hidden_size, dtype=torch.float32)
     for place in sorted(set(places_TK.flatten().tolist())):
         if place >= 0:
             tokens, ranks = torch.where(places_TK == place)
-            hidden = linear(x_TE[tokens], experts.gate_up[place])
-            results_TKE[tokens, ranks] = linear(hidden, experts.down[place], torch.float32)
+            of_gate_up = of_down = None
+            if lora is not None:
+                slots = lora.slots[tokens]
+                slots = torch.where(slots < 0, slots, place * lora.down.max_loras + slots)
+                of_gate_up, of_down = LoraRows(lora.gate_up, slots), LoraRows(lora.down, slots)
+            hidden = linear(x_TE[tokens], experts.gate_up[place], lora=of_gate_up)
+            results_TKE[tokens, ranks] = linear(hidden, experts.down[place], torch.float32, lora=of_down)
     return results_TKE
 
 

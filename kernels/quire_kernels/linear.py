@@ -209,6 +209,15 @@ def stack_linear(weights: Sequence[LinearWeight]) -> LinearWeight:
     return replace(first, out_features=sum(one.out_features for one in weights), parts=tuple(weights))
 
 
+def weight_rows(weight: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
+    """Where `embedding` finds rows of a weight, by their numbers."""
+    if weight.call is None or not weight.gated:
+        return rows
+    half = weight.out_features // 2
+    inside, is_second = rows % half, rows // half
+    return inside // (PANEL // 2) * PANEL + is_second * (PANEL // 2) + inside % (PANEL // 2)
+
+
 def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     quantized = torch.empty_like(weight_NK, dtype=dtype)
     # A tensor, because torch divides by a number on a GPU by multiplying by its inverse, unlike on the CPU.
@@ -416,7 +425,7 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight, delta: LoraDelta | N
         out = out if x_scales.dim() == 1 else out[::2] + out[1::2]
         out = out if weight.bias is None else out + weight.bias
     if delta is not None:
-        delta.add_to(out)
+        delta.add_to(out, weight.bias)
     if weight.activates:
         return activate(out, weight.activation)
     return activate_and_mul(out, weight.activation) if weight.gated else out

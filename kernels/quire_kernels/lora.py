@@ -10,6 +10,9 @@ https://arxiv.org/abs/2311.03285).
 A layer may have P stacked projections, such as q, k and v; each has an A and a B of its own, or none. `pack_lora`
 converts a pair once. A `LoraTable` has the adapters of a layer by slot; `linear` takes it with the slot of each row.
 
+An adapter may have scales, as DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353), which multiply x · Wᵀ; on the
+CPU alone.
+
 The sums of both products are float32; `hidden` is rounded to the dtype of activations, as in Hugging Face's PEFT. A row
 without an adapter has the bits that it has without the table, and a row's result does not depend on the others.
 """
@@ -54,6 +57,8 @@ class LoraWeight:
     b: torch.Tensor
     """[N, R]; packed likewise."""
     is_packed: bool
+    scales: torch.Tensor | None = None
+    """float32, [N] and 1 up to whole panels: what multiplies the results of the layer's weight, without the bias."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +75,9 @@ class LoraWeight:
         return torch.cat(a), b[: self.out_features, : self.rank]
 
 
-def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> LoraWeight:
+def pack_lora(
+    a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0, scales_N: torch.Tensor | None = None
+) -> LoraWeight:
     """Convert an adapter of one projection to the form that `linear` reads fastest. Raises TypeError or ValueError if A
     and B do not fit each other, or the rank is not between 1 and 256.
 
@@ -78,6 +85,7 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
         a_RK: in the dtype of activations, where they are.
         b_NR: likewise.
         scaling: multiplies B.
+        scales_N: float32, multiply the results of the layer's weight; on the CPU alone.
     """
     if a_RK.dim() != 2 or b_NR.dim() != 2 or a_RK.shape[0] != b_NR.shape[1]:
         raise ValueError(f"A is {list(a_RK.shape)} beside B of {list(b_NR.shape)}; they must be [R, K] and [N, R]")
@@ -88,12 +96,22 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
     (rank, in_features), out_features = a_RK.shape, len(b_NR)
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"A has rank {rank}; it must be between 1 and {MAX_RANK}")
+    scales = None
+    if scales_N is not None:
+        if uses_triton(a_RK):
+            raise ValueError(f"scales are given beside A on {a_RK.device}; there is no kernel with scales for GPUs")
+        if scales_N.shape != (out_features,) or scales_N.dtype != torch.float32 or not scales_N.is_cpu:
+            raise ValueError(
+                f"scales are {scales_N.dtype} {list(scales_N.shape)} on {scales_N.device}; they must be "
+                f"{torch.float32} [{out_features}] on the CPU"
+            )
+        scales = F.pad(scales_N, (0, -out_features % LORA_PANEL), value=1.0)
     if scaling != 1.0:
         b_NR = (b_NR.float() * scaling).to(b_NR.dtype)
     if not _has_kernel(in_features, a_RK.dtype, a_RK.device):
         pair = [one.contiguous() for one in (a_RK, b_NR)]
         a, b = (one.clone() if one.data_ptr() % 16 else one for one in pair)  # which the kernels of GPUs rely on
-        return LoraWeight(rank, in_features, out_features, a, b, is_packed=False)
+        return LoraWeight(rank, in_features, out_features, a, b, is_packed=False, scales=scales)
     group = GROUPS[a_RK.dtype]
     a = a_RK.new_empty(a_RK.numel())
     for panel, rows in zip(torch.split(a, LORA_PANEL * in_features), torch.split(a_RK, LORA_PANEL), strict=True):
@@ -102,13 +120,16 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
     b, num_groups = b_NR.new_zeros(b_NR.numel() + _TILE), b_NR.shape[1] // group
     panels = _by_group(b_NR).view(-1, LORA_PANEL, num_groups).transpose(1, 2)
     _by_group(b[:-_TILE]).view(-1, num_groups, LORA_PANEL).copy_(panels)
-    return LoraWeight(rank, in_features, out_features, a, b, is_packed=True)
+    return LoraWeight(rank, in_features, out_features, a, b, is_packed=True, scales=scales)
 
 
 def _by_group(matrix: torch.Tensor) -> torch.Tensor:
     """The numbers that lie together in a packed pair as one of 32 bits."""
     matrix = matrix.contiguous()
-    return (matrix.clone() if matrix.storage_offset() * matrix.itemsize % 4 else matrix).view(torch.int32)
+    # A single row counts as contiguous whatever its stride.
+    if any(number * matrix.itemsize % 4 for number in (matrix.storage_offset(), *matrix.stride()[:-1])):
+        matrix = matrix.clone(memory_format=torch.contiguous_format)
+    return matrix.view(torch.int32)
 
 
 def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -120,6 +141,9 @@ class LoraTable:
     """The adapters of a linear layer, by slot. Its own tensors never move, so recordings and CUDA graphs remain valid
     when a slot changes; a slot must not change while a step computes with it.
 
+    Experts, whose layers are alike, have one table. `linear` with the layer of expert e takes rows of slot s as of slot
+    e · max_loras + s; `routed_experts` takes s.
+
     Args:
         sizes: output features of each projection, in the order in which they are stacked.
         in_features: of all of them.
@@ -127,6 +151,7 @@ class LoraTable:
         max_loras: slots.
         max_rank: the largest rank that a slot takes, at most 256.
         device: where the layer computes.
+        num_experts: layers that have the table.
     """
 
     def __init__(
@@ -138,6 +163,7 @@ class LoraTable:
         max_loras: int,
         max_rank: int = 64,
         device: torch.device | str = "cpu",
+        num_experts: int = 1,
     ) -> None:
         if not 1 <= max_rank <= MAX_RANK:
             raise ValueError(f"max_rank is {max_rank}; it must be between 1 and {MAX_RANK}")
@@ -147,17 +173,21 @@ class LoraTable:
             )
         self.sizes, self.in_features, self.dtype = list(sizes), in_features, dtype
         self.max_loras, self.max_rank, self.device = max_loras, max_rank, torch.device(device)
-        self.slots: list[list[LoraWeight | None]] = [[None] * len(self.sizes) for _ in range(max_loras)]
-        self.pairs = torch.zeros(max_loras, len(self.sizes), 3, dtype=torch.int64, device=self.device)
+        self.num_experts, num_slots = num_experts, num_experts * max_loras
+        self.slots: list[list[LoraWeight | None]] = [[None] * len(self.sizes) for _ in range(num_slots)]
+        self._filled: set[int] = set()
+        self.pairs = torch.zeros(num_slots, len(self.sizes), 3, dtype=torch.int64, device=self.device)
         """By slot and projection: the addresses of A and B, and the rank."""
+        self._scales = torch.zeros(num_slots, len(self.sizes), dtype=torch.int64, device="cpu")
+        """Likewise the addresses of scales, or 0."""
         self.ends = torch.tensor(self.sizes).cumsum(0).to(self.device)
         self.hidden_size = -(-max_rank // 32) * 32
         self.layer: Call | None = None
         """For the C++ kernels."""
         if _has_kernel(in_features, dtype, self.device):
             self.layer = _LoraLayer(
-                self.pairs.data_ptr(), self.ends.data_ptr(), len(self.sizes), max_loras, in_features, self.hidden_size,
-                dtype == torch.float32,
+                self.pairs.data_ptr(), self.ends.data_ptr(), len(self.sizes), num_slots, in_features, self.hidden_size,
+                dtype == torch.float32, self._scales.data_ptr(),
             )  # fmt: skip
 
     def set_slot(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
@@ -166,13 +196,14 @@ class LoraTable:
 
         Args:
             slot: at least 0 and below `max_loras`.
-            weights: of each projection; None: the adapter does not change it.
+            weights: of each projection, of one expert after another; None: the adapter does not change it.
         """
+        number, sizes = len(self.sizes), self.sizes * self.num_experts
         if not 0 <= slot < self.max_loras:
             raise ValueError(f"slot is {slot}; it must be at least 0 and below max_loras, {self.max_loras}")
-        if len(weights) != len(self.sizes):
-            raise ValueError(f"weights are {len(weights)}; they must be {len(self.sizes)}, one for each projection")
-        for one, size in zip(weights, self.sizes, strict=True):
+        if len(weights) != len(sizes):
+            raise ValueError(f"weights are {len(weights)}; they must be {len(sizes)}, one for each projection")
+        for one, size in zip(weights, sizes, strict=True):
             if one is None:
                 continue
             if one.a.dtype != self.dtype or one.a.device.type != self.device.type:
@@ -186,13 +217,20 @@ class LoraTable:
                 )
             if one.rank > self.max_rank:
                 raise ValueError(f"an adapter has rank {one.rank}; it must be at most max_rank, {self.max_rank}")
+        is_empty = all(one is None for one in weights)
+        if is_empty and slot not in self._filled:
+            return
+        (self._filled.discard if is_empty else self._filled.add)(slot)
         pairs = [(0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank) for one in weights]
-        self.pairs[slot] = torch.tensor(pairs)
-        self.slots[slot] = list(weights)
+        self.pairs.view(self.num_experts, self.max_loras, number, 3)[:, slot] = torch.tensor(pairs).view(-1, number, 3)
+        scales = [0 if one is None or one.scales is None else one.scales.data_ptr() for one in weights]
+        self._scales.view(self.num_experts, self.max_loras, number)[:, slot] = torch.tensor(scales).view(-1, number)
+        for expert in range(self.num_experts):
+            self.slots[expert * self.max_loras + slot] = list(weights[expert * number : (expert + 1) * number])
 
     def clear_slot(self, slot: int) -> None:
         """Empty a slot: rows that name it are then computed as without an adapter."""
-        self.set_slot(slot, [None] * len(self.sizes))
+        self.set_slot(slot, [None] * len(self.sizes) * self.num_experts)
 
 
 class LoraRows(NamedTuple):
@@ -225,8 +263,9 @@ class LoraDelta:
         call.lora_sorted = self.sorted.data_ptr()
         call.lora_hidden, call.lora_first = self.hidden.data_ptr(), self.first
 
-    def add_to(self, out_TN: torch.Tensor) -> None:
-        """Add it in place. A row without an adapter is not written."""
+    def add_to(self, out_TN: torch.Tensor, bias_N: torch.Tensor | None = None) -> None:
+        """Add it in place, to results that are multiplied by the scales, without the bias in them. A row without an
+        adapter is not written."""
         if uses_triton(out_TN):
             from quire_kernels.gpu import lora as gpu
 
@@ -246,7 +285,12 @@ class LoraDelta:
                 if weight is not None and low < high:
                     b_NR = weight.unpacked()[1][low - start : high - start].float()
                     hidden_TR = self.hidden[places_T[rows], projection, : weight.rank].float()
-                    out_TN[rows, low:high] = (out_TN[rows, low:high].float() + hidden_TR @ b_NR.t()).to(out_TN.dtype)
+                    own_TN = out_TN[rows, low:high].float()
+                    if weight.scales is not None:
+                        scales_N = weight.scales[low - start : high - start]
+                        own_TN = own_TN * scales_N
+                        own_TN = own_TN if bias_N is None else own_TN + (1 - scales_N) * bias_N[low:high].float()
+                    out_TN[rows, low:high] = (own_TN + hidden_TR @ b_NR.t()).to(out_TN.dtype)
                 start = end
 
 

@@ -33,7 +33,7 @@ from gpu_sections.models import CONFIGS, make_folder
 from harness.engines import cache_folder
 from harness.machine import describe_machine
 from quire_engine import LLM, AsyncLLM, EngineConfig, LoRARequest, SamplingParams
-from quire_engine.adapters.store import adaptable_modules
+from quire_engine.adapters.adaptable import adaptable_modules
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from safetensors.torch import save_file
 

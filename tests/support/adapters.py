@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from quire_engine import LoRARequest
 from safetensors.torch import load_file, save_file
 from support.oracle import Expected, generate_greedily, load_reference
 
-__all__ = ["ALL_LINEAR", "Adapters", "make_adapter", "merge_adapter"]
+__all__ = ["ALL_LINEAR", "Adapters", "make_adapter", "merge_adapter", "stack_adapter"]
 
 TABLES = ("embed_tokens", "lm_head")
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -75,6 +76,9 @@ def make_adapter(
         for half, matrix in (("A", a), ("B", b)):
             what = f"lora_embedding_{half}{infix}" if is_embedding else f"lora_{half}{infix}.weight"
             tensors[f"base_model.model.{name}.{what}"] = matrix.to(dtype).contiguous()
+        if config.get("use_dora"):
+            norms = 0.06 * math.sqrt(columns) * (1 + size * torch.rand(rows, generator=generator))
+            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = norms.to(dtype)
         if is_embedding:  # which PEFT writes, too
             tensors[f"base_model.model.{name}.base_layer.weight"] = _table(base).to(dtype)
     if tables:
@@ -91,7 +95,8 @@ def make_adapter(
 
 
 def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
-    """Write the checkpoint whose weights are W + scaling · B · A, in float32, as PEFT's `merge_and_unload` does."""
+    """Write the checkpoint whose weights are W + scaling · B · A, in float32, as PEFT's `merge_and_unload` does; with
+    DoRA of the norms that the adapter has."""
     shutil.copytree(base, folder, symlinks=False)
     config = json.loads((adapter / "adapter_config.json").read_text())
     changes = load_file(adapter / "adapter_model.safetensors")
@@ -110,6 +115,9 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
                 a, b = (half.float() for half in halves if half is not None)
                 _, scaling = _rank_and_scaling(config, layer)
                 tensors[name] = (tensors[name].float() + scaling * (b @ a)).contiguous()
+                magnitude = changes.get(f"base_model.model.{layer}.lora_magnitude_vector")
+                if magnitude is not None:
+                    tensors[name] *= (magnitude.float() / tensors[name].norm(dim=1))[:, None]
         own = {name: changes.get(f"base_model.model.{name}.weight") for name in ("model.embed_tokens", "lm_head")}
         for name, key in (("model.embed_tokens", "lora_embedding_{}"), ("lm_head", "lora_{}.weight")):
             halves = [changes.get(f"base_model.model.{name}.{key.format(half)}") for half in "AB"]
@@ -122,6 +130,36 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
         if "model.embed_tokens.weight" in tensors and any(one is not None for one in own.values()):
             _replace_tables(folder, tensors, own)
         save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def stack_adapter(folder: Path, adapter: Path) -> Path:
+    """Write an adapter of single experts as PEFT has it of transformers' stacks of them, of gate and up together with
+    the ranks of both."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors, stacks = {}, defaultdict[str, dict[tuple[str, str, int], torch.Tensor]](dict)
+    for name, one in load_file(adapter / "adapter_model.safetensors").items():
+        match = re.fullmatch(r"(.*\.)\w+\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight", name)
+        if match is None:
+            tensors[name] = one
+            continue
+        projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(match[3], match[3])
+        stacks[f"{match[1]}mlp.experts"][projection, match[4], int(match[2])] = one
+    for name, own in stacks.items():
+        numbers = sorted({number for *_, number in own})
+        for projections, infix in ((("gate_proj", "up_proj"), ".base_layer"), (("down_proj",), "")):
+            a = [torch.cat([own[one, "A", number] for one in projections]) for number in numbers]
+            b = [torch.block_diag(*(own[one, "B", number] for one in projections)) for number in numbers]
+            tensors[f"{name}{infix}.lora_A.weight"] = torch.cat(a)
+            tensors[f"{name}{infix}.lora_B.weight"] = torch.stack(b, 2).flatten(1)
+    of_experts = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+    config["target_modules"] = [one for one in config["target_modules"] if one not in of_experts]
+    config["target_parameters"] = ["mlp.experts.gate_up_proj", "experts.down_proj"]
+    config["rank_pattern"] = {r".*\.gate_up_proj": 2 * config["r"]}
+    config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * config["lora_alpha"]}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 

@@ -11,7 +11,18 @@ A matrix W [N, K] of the model has two in the file, of rank r; their product is 
 
     scaling    lora_alpha / r, or lora_alpha / √r with rank-stabilised LoRA (https://arxiv.org/abs/2312.03732)
 
+With DoRA (https://arxiv.org/abs/2402.09353) the rows of this sum have other norms, a factor for each::
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector     [N]
+
 Those of an embedding, V tokens of E features, are `lora_embedding_A`, [r, V], and `lora_embedding_B`, [E, r].
+
+Experts are in the file one by one, as above; or all X of a layer together, where `target_parameters` names stacks of
+transformers. Their names are those of the module; inside of the last stack, those before it are `base_layer`::
+
+    base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight    [X · r, K], by expert      gate_up_proj
+    base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight    [N, r · X], by rank
+    base_model.model.model.layers.0.mlp.experts.lora_A.weight               …                          down_proj
 
 An embedding and a head may be in the file as a whole (`modules_to_save`); they replace the model's, of which they have
 all tokens, or the first ones::
@@ -20,32 +31,22 @@ all tokens, or the first ones::
     base_model.model.lm_head.weight                                    [V, E]
 """
 
-import hashlib
-import math
-import os
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import regex
-
+from quire_engine.adapters.config import CONFIG, AdapterConfig
+from quire_engine.adapters.files import WEIGHTS, AdapterMatrix, check_finite, digest_of, parse_tensors, read_files
 from quire_engine.errors import CheckpointError
 from quire_engine.lora import AdaptableModules
-from quire_engine.models.checkpoints.files import MAX_JSON_BYTES, brief, open_regular, parse_object
+from quire_engine.models.checkpoints.files import brief, parse_object
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-MAX_RANK = 256
 TABLES = frozenset(("embed_tokens", "lm_head"))
 """The model's names of the embedding and of the head."""
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-PATTERN_SECONDS = 0.05
-"""Timeout of one match of a configuration's regular expression: the match of a hostile one never ends."""
-_DIGEST_BYTES = 1 << 20
-_CHECKED_BYTES = 4 << 20
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""By transformers' name of a stack of all experts, in the order in which a module has them, its projections."""
 _PIECE = 32
 """Layers or matrices."""
 _TENSOR = re.compile(
@@ -54,30 +55,17 @@ _TENSOR = re.compile(
 _OF_BASE = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 """PEFT writes the base's embedding or head beside LoRA of it."""
 _TABLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.modules_to_save)?(?:\.default)?\.weight")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
-    "trainable_token_indices": (), "layer_replication": ([],), "target_parameters": ([],),
-    "use_qalora": (False,), "alora_invocation_tokens": ([],), "use_bdlora": (), "arrow_config": (),
-    "is_prompt_learning": (False,), "monteclora_config": (), "lora_ga_config": (), "kasa_config": (),
-}  # fmt: skip
-"""Fields whose other values change what is computed in ways that are not supported; null is neutral for all but the
-first."""
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_MAGNITUDE = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _OTHERS = {
-    "lora_magnitude_vector": "the magnitudes of DoRA", "bias": "a bias",
+    "bias": "a bias",
     "modules_to_save": "a whole module (modules_to_save) that is neither the embedding nor the head",
     "original_module": "a whole module (modules_to_save) of the base",
 }  # fmt: skip
 """Parts of tensors' names, and what they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterMatrix:
-    """A matrix of the file, of type F32, F16 or BF16."""
-
-    dtype: str
-    shape: tuple[int, int]
-    content: memoryview
+def _all() -> slice:
+    return slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +74,18 @@ class AdapterModule:
 
     scaling: float
     a: AdapterMatrix
-    """[r, K]"""
+    """[r, K]; of experts, one after the other, those of all, of which `a_rows` are this one's."""
     b: AdapterMatrix
-    """[N, r]; of a fused layer those of all parts, of which this one's begin at `first_row`."""
-    first_row: int = 0
+    """[N, r]; of a fused layer or of experts those of all parts, of which `b_rows` and `b_columns` are this one's."""
+    a_rows: slice = field(default_factory=_all)
+    b_rows: slice = field(default_factory=_all)
+    b_columns: slice = field(default_factory=_all)
+    magnitude: AdapterMatrix | None = None
+    """[N, 1], of which `b_rows` are this one's: with DoRA, the norms of the rows of W + `scaling` · B · A."""
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return len(range(*self.a_rows.indices(self.a.shape[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +138,14 @@ class AdapterCheckpoint:
         """The same of files that were read, to whose content the result refers; the folder is for messages. `pause` is
         called between pieces of about a millisecond."""
         path = folder / CONFIG
-        config = _Config(path, parse_object(path, config_file))
-        tensors = dict(_parse_tensors(folder / WEIGHTS, weights_file))
+        config = AdapterConfig(path, parse_object(path, config_file))
+        tensors = dict(parse_tensors(folder / WEIGHTS, weights_file))
         sorted_by_layer = _Modules(folder / WEIGHTS, config, modules, max_rank)
         found, tables = sorted_by_layer.of(tensors, pause), sorted_by_layer.tables
         for number, (name, matrix) in enumerate(tensors.items()):
             if number % _PIECE == 0:
                 pause()
-            _check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix, pause)
+            check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix, pause)
         return cls(
             digest=digest,
             modules=found,
@@ -163,147 +155,29 @@ class AdapterCheckpoint:
         )
 
 
-def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryview]:
-    """The content of an adapter's two files. Raises CheckpointError if one is missing or too large for the model."""
-    if not os.path.isdir(folder):  # also false where the system rejects the name, or access
-        raise CheckpointError(f"{folder}: there is no such folder; lora_path must name the folder of an adapter")
-    with open_regular(folder / CONFIG) as file:
-        config = file.read(MAX_JSON_BYTES + 1)
-    if not os.path.lexists(folder / WEIGHTS) and os.path.lexists(folder / PICKLE):
-        raise CheckpointError(
-            f"{folder}: there is no {WEIGHTS}; {PICKLE} is a pickle, which is not read: save the adapter with "
-            "save_pretrained(…, safe_serialization=True)"
-        )
-    most = 8 + MAX_JSON_BYTES + sum(4 * MAX_RANK * (rows + columns) for rows, columns in modules.shapes.values())
-    for tokens, features in modules.tables.values():
-        most += 4 * tokens * features + 4 * MAX_RANK * (tokens + features)
-    with open_regular(folder / WEIGHTS) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise CheckpointError(
-                f"{folder / WEIGHTS}: it has {size} bytes; LoRA of rank {MAX_RANK} of all layers has less than {most}"
-            )
-        content = np.empty(size, dtype=np.uint8).data  # filled without the interpreter's lock
-        number: int = file.readinto(content)  # type: ignore[attr-defined]  # it may have become shorter meanwhile
-        return config, content[:number]
-
-
-def digest_of(config: bytes, weights: memoryview) -> str:
-    """SHA-256 of an adapter's two files, in hexadecimal. Other threads run meanwhile."""
-    digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
-    view = memoryview(weights)
-    for start in range(0, len(view), _DIGEST_BYTES):  # a signal, or a shutdown, need not wait for all of it
-        digest.update(view[start : start + _DIGEST_BYTES])
-    return digest.hexdigest()
-
-
-class _Config:
-    """The fields of `adapter_config.json` that count."""
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path, self._values = path, values
-        for name, allowed in _NEUTRAL.items():
-            value = values.get(name)
-            if value not in allowed and not (value is None and name != "peft_type") and value not in ([], {}):
-                wanted = " or ".join(repr(one) for one in allowed) or "unset"
-                raise self.error(name, f"must be {wanted}: other adapters are not supported")
-        start = values.get("init_lora_weights")
-        if isinstance(start, str) and start.startswith(_CHANGES_BASE):
-            raise self.error(
-                "init_lora_weights",
-                "changes the base's weights, too: save the adapter with path_initial_model_for_weight_conversion",
-            )
-        self.rank = self._integer("r", values.get("r"))
-        self.alpha = self._number("lora_alpha", values.get("lora_alpha", 8))
-        self.is_stabilized = values.get("use_rslora") or False
-        if not isinstance(self.is_stabilized, bool):
-            raise self.error("use_rslora", "must be true or false")
-        self.ranks = {key: self._integer("rank_pattern", one) for key, one in self._patterns("rank_pattern")}
-        self.alphas = {key: self._number("alpha_pattern", one) for key, one in self._patterns("alpha_pattern")}
-        self.targets = values.get("target_modules")
-        is_list = isinstance(self.targets, list) and all(isinstance(one, str) and one for one in self.targets)
-        if not self.targets or not (isinstance(self.targets, str) or is_list):
-            raise self.error("target_modules", "must be a list of names, a regular expression, or 'all-linear'")
-        self.saved = values.get("modules_to_save") or []
-        if not isinstance(self.saved, list) or not all(isinstance(one, str) and one for one in self.saved):
-            raise self.error("modules_to_save", "must be a list of names")
-        self.ties_tables = values.get("ensure_weight_tying") is True
-        layers = values.get("layers_to_transform")
-        layers = [layers] if isinstance(layers, int) else layers
-        if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
-            raise self.error("layers_to_transform", "must be a list of layers' numbers")
-        self.layers: list[int] | None = layers or None
-        if self.layers is not None and isinstance(self.targets, str):
-            raise self.error("layers_to_transform", "must be unset where target_modules is no list, as in PEFT")
-
-    def scaling(self, name: str) -> float:
-        """The scale of a layer, by transformers' name."""
-        alpha, rank = self._of_pattern(self.alphas, name, self.alpha), self.rank_of(name)
-        return alpha / (math.sqrt(rank) if self.is_stabilized else rank)
-
-    def rank_of(self, name: str) -> int:
-        return int(self._of_pattern(self.ranks, name, self.rank))
-
-    def targets_layer(self, name: str) -> bool:
-        """Whether `target_modules` means a layer."""
-        if self.targets == "all-linear":
-            return True
-        if isinstance(self.targets, str):
-            return self._matches(self.targets, name, "target_modules")
-        if not any(name == one or name.endswith(f".{one}") for one in self.targets or ()):
-            return False
-        if self.layers is None:
-            return True
-        number = re.search(r"\.(?:layers|layer|h|blocks)\.(\d+)\.", f".{name}")
-        return number is not None and int(number[1]) in self.layers
-
-    def error(self, name: str, rule: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {name} is {brief(self._values.get(name))}; it {rule}")
-
-    def _of_pattern(self, patterns: Mapping[str, float], name: str, default: float) -> float:
-        """As PEFT finds it: the first pattern that the end of the name matches."""
-        for pattern, value in patterns.items():
-            if self._matches(rf"(.*\.)?({pattern})", name, "rank_pattern or alpha_pattern"):
-                return value
-        return default
-
-    def _matches(self, pattern: str, name: str, field: str) -> bool:
-        try:
-            return regex.fullmatch(pattern, name, timeout=PATTERN_SECONDS) is not None
-        except TimeoutError:
-            raise CheckpointError(f"{self.path}: {field} has {brief(pattern)}, which takes too long to match") from None
-        except (regex.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(f"{self.path}: {field} has {brief(pattern)}: {error}") from None
-
-    def _patterns(self, name: str) -> list[tuple[str, Any]]:
-        value = self._values.get(name) or {}
-        if not isinstance(value, dict):
-            raise self.error(name, "must be an object")
-        return list(value.items())
-
-    def _integer(self, name: str, value: Any) -> int:
-        if type(value) is not int or not value >= 1:
-            raise self.error(name, "must have integers of at least 1" if "pattern" in name else "must be 1 or more")
-        return value
-
-    def _number(self, name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not abs(value) < 1e9:
-            raise self.error(name, f"must {'have numbers' if 'pattern' in name else 'be a number'} below 1e9")
-        return float(value)
-
-
 class _Modules:
     """Sorts an adapter's matrices by the model's layers; `tables` are those of the embedding and of the head."""
 
-    def __init__(self, path: Path, config: _Config, modules: AdaptableModules, max_rank: int) -> None:
+    def __init__(self, path: Path, config: AdapterConfig, modules: AdaptableModules, max_rank: int) -> None:
         self._path, self._config, self._modules, self._max_rank = path, config, modules, max_rank
         self.tables: dict[str, AdapterMatrix] = {}
+        self._parameters: list[str] = []
+        """Of `target_parameters`, by transformers' names, those that the adapter has matrices of."""
+        self._magnitudes: dict[str, tuple[str, AdapterMatrix]] = {}
+        """By transformers' name of a layer, those that no layer has taken."""
 
     def of(self, tensors: Mapping[str, AdapterMatrix], pause: Callable[[], None]) -> dict[str, AdapterModule]:
         pairs: dict[str, dict[str, tuple[str, AdapterMatrix]]] = {}
         whole: list[str] = []
         bases = {}
+        if self._config.is_dora and self._modules.why_not_dora:
+            raise self._config.error("use_dora", f"must be false {self._modules.why_not_dora}")
         for tensor, matrix in tensors.items():
+            if (match := _MAGNITUDE.fullmatch(tensor)) is not None:
+                if not self._config.is_dora:
+                    raise self._error(tensor, f"that is a magnitude of DoRA, and use_dora in {CONFIG} is not true")
+                self._magnitudes[match[1]] = tensor, matrix
+                continue
             if (match := _OF_BASE.fullmatch(tensor)) is not None:
                 bases[match[1]] = tensor
                 continue
@@ -325,6 +199,8 @@ class _Modules:
                 if name in found or name in self.tables:
                     raise self._error(halves["A"][0], "another tensor changes the same layer")
                 found[name] = module
+        for tensor, _ in self._magnitudes.values():
+            raise self._error(tensor, "that is a magnitude of DoRA, and there are no matrices beside it")
         for layer, tensor in bases.items():
             if layer not in pairs or self._modules.named(layer) not in TABLES:
                 raise self._error(tensor, self._what(tensor))
@@ -345,6 +221,11 @@ class _Modules:
                 raise CheckpointError(
                     f"{self._path}: it has no matrices of {brief(target)}, which target_modules in {CONFIG} names"
                 )
+        for target in config.parameters:
+            if not any(parameter == target or parameter.endswith(f".{target}") for parameter in self._parameters):
+                raise CheckpointError(
+                    f"{self._path}: it has no matrices of {brief(target)}, which target_parameters in {CONFIG} names"
+                )
         return found
 
     def _of_layer(
@@ -354,32 +235,111 @@ class _Modules:
         tensor = next(iter(halves.values()))[0]
         if len(halves) < 2:
             raise self._error(tensor, f"there is no lora_{'B' if 'A' in halves else 'A'} beside it")
-        parts, shapes = modules.parts(modules.named(layer)), modules.shapes
         is_embedding = ".lora_embedding_" in tensor
+        if not is_embedding and (stack := self._stack(layer, tensor)) is not None:
+            yield from self._of_stack(*stack, halves)
+            return
+        parts, shapes = modules.parts(modules.named(layer)), modules.shapes
         if parts[0] in modules.tables and is_embedding == (parts[0] == "embed_tokens"):
             tokens, features = modules.tables[parts[0]]
             shapes = {parts[0]: (features, tokens) if is_embedding else (tokens, features)}
         missing = next((part for part in parts if part not in shapes or is_embedding != (part == "embed_tokens")), None)
         if missing is not None:
-            if ".experts." in missing:
-                raise self._error(tensor, "LoRA of experts is not supported; leave them out of target_modules")
+            if ".experts." in missing and modules.why_not_experts:
+                raise self._error(tensor, f"LoRA of experts is not supported {modules.why_not_experts}")
             raise self._error(tensor, "this model has no such linear layer that an adapter can change")
+        if config.is_dora and parts[0] in TABLES:
+            raise self._error(tensor, "DoRA of the embedding or of the head is not supported")
+        whole_rows = sum(shapes[part][0] for part in parts)
+        magnitude = self._magnitude(layer, tensor, whole_rows)
         if not config.targets_layer(layer):
-            raise self._error(tensor, f"target_modules and layers_to_transform in {CONFIG} leave that layer out")
-        (_, a), (tensor_b, b) = halves["A"], halves["B"]
-        rows, columns = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
-        rank = config.rank_of(layer)
-        if rank > self._max_rank:
-            raise self._error(tensor, f"it has rank {rank}; max_lora_rank is {self._max_rank}")
-        for name, matrix, shape in ((halves["A"][0], a, (rank, columns)), (tensor_b, b, (rows, rank))):
-            if matrix.shape != shape:
-                raise self._error(
-                    name, f"it has shape {list(matrix.shape)}; the model and {CONFIG} ask for {list(shape)}"
-                )
+            if not config.targets_parameter(f"{layer}.weight"):
+                raise self._error(tensor, f"target_modules and layers_to_transform in {CONFIG} leave that layer out")
+            layer = f"{layer}.weight"
+            self._parameters.append(layer)
+        a, b = self._matrices(halves, layer, whole_rows, shapes[parts[0]][1])
         first, scaling = 0, config.scaling(layer)
         for part in parts:
-            yield part, AdapterModule(scaling, a, b, first)
-            first += shapes[part][0]
+            end = first + shapes[part][0]
+            yield part, AdapterModule(scaling, a, b, b_rows=slice(first, end), magnitude=magnitude)
+            first = end
+
+    def _magnitude(self, layer: str, tensor: str, rows: int) -> AdapterMatrix | None:
+        if not self._config.is_dora:
+            return None
+        if layer not in self._magnitudes:
+            raise self._error(tensor, "there is no lora_magnitude_vector beside it, as use_dora asks for")
+        name, matrix = self._magnitudes.pop(layer)
+        if matrix.shape != (rows, 1):
+            raise self._error(name, f"it has {matrix.shape[0] * matrix.shape[1]} numbers; the model asks for {rows}")
+        return matrix
+
+    def _stack(self, layer: str, tensor: str) -> tuple[str, str] | None:
+        """Of a layer that is a stack of experts: transformers' name of the parameter, and the model's of the stack."""
+        config, module, depth = self._config, layer, 0
+        while module.endswith(".base_layer"):
+            module, depth = module.removesuffix(".base_layer"), depth + 1
+        name = self._modules.named(module)
+        parent, _, last = name.rpartition(".")
+        if parent.endswith(".experts") and last in STACKS:  # a module of its own
+            own = [(f"{module}.weight", name)]
+        elif last == "experts":
+            own = [(f"{module}.{stack}", f"{name}.{stack}") for stack in STACKS]
+        else:
+            return None
+        own = [one for one in own if config.targets_parameter(one[0])]
+        if len(own) <= depth:
+            raise self._error(tensor, f"target_parameters in {CONFIG} leaves that layer out")
+        return own[-1 - depth]  # the first one is the innermost
+
+    def _of_stack(
+        self, parameter: str, stack: str, halves: Mapping[str, tuple[str, AdapterMatrix]]
+    ) -> Iterator[tuple[str, AdapterModule]]:
+        config, modules, (experts, _, last) = self._config, self._modules, stack.rpartition(".")
+        parts, shapes = STACKS[last], modules.shapes
+        tensor = halves["A"][0]
+        if config.is_dora:
+            raise self._error(tensor, "DoRA of stacks of experts is not supported")
+        if f"{experts}.0.{parts[0]}" not in shapes:
+            why = modules.why_not_experts
+            why = f"LoRA of experts is not supported {why}" if why else "this model has no such stack of experts"
+            raise self._error(tensor, why)
+        number = next(i for i in itertools.count() if f"{experts}.{i}.{parts[0]}" not in shapes)
+        each, columns = shapes[f"{experts}.0.{parts[0]}"]
+        a, b = self._matrices(halves, parameter, each * len(parts), columns, number)
+        self._parameters.append(parameter)
+        rank, scaling = config.rank_of(parameter), config.scaling(parameter)
+        for expert in range(number):
+            for i, part in enumerate(parts):
+                rows = slice(i * each, (i + 1) * each)
+                if modules.are_experts_interleaved:
+                    rows = slice(i, None, len(parts))
+                yield (
+                    f"{experts}.{expert}.{part}",
+                    AdapterModule(
+                        scaling, a, b, slice(expert * rank, (expert + 1) * rank), rows, slice(expert, None, number)
+                    ),
+                )
+
+    def _matrices(
+        self,
+        halves: Mapping[str, tuple[str, AdapterMatrix]],
+        name: str,
+        rows: int,
+        columns: int,
+        number: int = 1,
+    ) -> tuple[AdapterMatrix, AdapterMatrix]:
+        """A and B of a layer, or of a number of experts, whose rank and shapes are checked."""
+        rank = self._config.rank_of(name)
+        if rank > self._max_rank:
+            raise self._error(halves["A"][0], f"it has rank {rank}; max_lora_rank is {self._max_rank}")
+        for half, shape in (("A", (number * rank, columns)), ("B", (rows, number * rank))):
+            tensor, matrix = halves[half]
+            if matrix.shape != shape:
+                raise self._error(
+                    tensor, f"it has shape {list(matrix.shape)}; the model and {CONFIG} ask for {list(shape)}"
+                )
+        return halves["A"][1], halves["B"][1]
 
     def _add_table(self, tensor: str, matrix: AdapterMatrix) -> str:
         """Returns transformers' name of the module."""
@@ -408,53 +368,3 @@ class _Modules:
 
     def _error(self, tensor: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: tensor {brief(tensor)}: {why}")
-
-
-def _parse_tensors(path: Path, content: memoryview) -> Iterator[tuple[str, AdapterMatrix]]:
-    """The matrices of a safetensors file (drawn in `models/checkpoints/safetensors.py`). Tensors cover the data without
-    gaps and do not overlap."""
-    size = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or size > len(content) - 8:
-        raise CheckpointError(f"{path}: truncated or not a safetensors file; it ends within its header")
-    header = parse_object(path, bytes(content[8 : 8 + size]))
-    header.pop("__metadata__", None)
-    data, end = memoryview(content)[8 + size :], 0
-    try:
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        for name, entry in entries:
-            dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            if dtype not in ITEM_BYTES:
-                kinds = ", ".join(ITEM_BYTES)
-                raise CheckpointError(f"{path}: tensor {brief(name)} is {brief(dtype)}; it must be one of {kinds}")
-            if len(shape) != 2 or not all(type(one) is int and one > 0 for one in shape):
-                what = "which must have two sizes above 0"
-                raise CheckpointError(f"{path}: tensor {brief(name)} has shape {brief(shape)}, {what}")
-            if first != end or last - first != shape[0] * shape[1] * ITEM_BYTES[dtype] or last > len(data):
-                raise CheckpointError(
-                    f"{path}: truncated or not a safetensors file; tensor {brief(name)} is at {first} to {last} of "
-                    f"{len(data)} bytes"
-                )
-            yield name, AdapterMatrix(dtype, (shape[0], shape[1]), data[first:last])
-            end = last
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: not a safetensors file; its header has an entry that cannot be read") from None
-    if end != len(data):
-        raise CheckpointError(f"{path}: not a safetensors file; its header speaks of {end} of {len(data)} bytes")
-
-
-def _check_finite(where: str, matrix: AdapterMatrix, pause: Callable[[], None]) -> None:
-    for start in range(0, len(matrix.content), _CHECKED_BYTES):
-        if start:
-            pause()
-        values: npt.NDArray[Any]
-        content = matrix.content[start : start + _CHECKED_BYTES]
-        if matrix.dtype == "BF16":  # numpy has no such type: all bits of the exponent are set
-            values = np.frombuffer(content, dtype=np.uint16)
-            is_finite = not ((values & 0x7F80) == 0x7F80).any()
-        else:
-            values = np.frombuffer(content, dtype=np.float32 if matrix.dtype == "F32" else np.float16)
-            is_finite = bool(np.isfinite(values).all())
-        if not is_finite:
-            raise CheckpointError(f"{where}: it holds a value that is not finite; weights must be finite numbers")

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,19 +21,24 @@ import torch
 import torch.nn.functional as F
 from quire_kernels import LoraWeight, pack_linear, pack_lora
 
+from quire_engine.adapters.adaptable import (
+    AdaptableLayer,
+    adaptable_layers,
+    expert_linears,
+    planned_bytes,
+    replaceable_tables,
+)
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
-from quire_engine.adapters.checkpoint import AdapterCheckpoint, AdapterMatrix, digest_of, read_files
+from quire_engine.adapters.checkpoint import AdapterCheckpoint
+from quire_engine.adapters.files import AdapterMatrix, digest_of, read_files
 from quire_engine.config import LoRAConfig
 from quire_engine.errors import CheckpointError, EngineDeadError
 from quire_engine.lora import AdaptableModules, Adapter
 from quire_engine.messages import AdapterLoad, AdapterOrders
 from quire_engine.models.base import CausalLM
-from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.encoder import Encoder
 from quire_engine.models.layers.parallel import OwnTable, Packable, StepAdapters, TableChange, VocabParallel
 from quire_engine.models.linear.base import bands
-from quire_engine.models.loader import META, build, new_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.step_context import ADAPTER
 from quire_engine.system.process_state import lower_priority
@@ -43,61 +48,11 @@ logger = logging.getLogger(__name__)
 Matrices = list[list[tuple[torch.Tensor, torch.Tensor] | None]]
 """A and B of the rank, by layer, then by projection; None where the adapter changes nothing."""
 PAUSE_SECONDS = 0.0002
+_BAND = 1 << 16
+"""Numbers of the base's weight that are dequantised at a time: so few that one thread does it."""
+_PIECE = 32
+"""Projections between two pauses: a mixture has hundreds."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def adaptable_layers(model: torch.nn.Module) -> list[Packable]:
-    """The layers of a model that adapters may change. Experts are computed together, and are none."""
-    modules = model.named_modules()
-    return [
-        one for path, one in modules if isinstance(one, Packable) and one.takes_adapters and ".experts." not in path
-    ]
-
-
-def adaptable_modules(checkpoint: CheckpointConfig) -> AdaptableModules:
-    """What an adapter may change of a checkpoint's model."""
-    model = build(lambda: new_model(checkpoint, 1), torch.float32, META)
-    return AdaptableModules(
-        {
-            name: one.shape
-            for layer in adaptable_layers(model)
-            for name, one in zip(layer.names, layer.projections, strict=True)
-        },
-        list(checkpoint.options.renamed),
-        {name: list(parts) for name, parts in dict(checkpoint.options.fused).items()},
-        {name: table.projections[0].shape for name, table in replaceable_tables(model).items()},
-        checkpoint.tie_word_embeddings,
-    )
-
-
-def replaceable_tables(model: torch.nn.Module) -> dict[str, VocabParallel]:
-    """The embedding and the head of a stage, by the names of the model; a tied one has both. Those of encoders are not
-    replaced."""
-    tables: dict[str, VocabParallel] = {}
-    if isinstance(model, Decoder) and not isinstance(model, Encoder):
-        if model.parallel.is_first_stage:
-            tables["embed_tokens"] = model.embed_tokens
-        if model.parallel.is_last_stage and model.has_head:
-            tables["lm_head"] = model.head
-    return tables
-
-
-def planned_bytes(config: LoRAConfig, layers: Sequence[Packable], like: torch.Tensor) -> int:
-    """Bytes of the KV cache's memory that a rank sets aside for adapters of the largest rank: on the CPU for all that
-    are ready, on a GPU for those in slots.
-
-    Args:
-        config: the settings.
-        layers: that adapters may change.
-        like: any tensor on the device, of the dtype of activations.
-    """
-    sizes: list[int] = [
-        size + one.columns.stop - one.columns.start
-        for layer in layers
-        for one, size in zip(layer.projections, layer.sizes, strict=True)
-    ]
-    number = config.max_loras if like.is_cuda else config.num_ready
-    return number * config.max_lora_rank * sum(sizes) * like.itemsize
 
 
 @dataclass(slots=True)
@@ -132,7 +87,7 @@ class AdapterStore:
 
     def __init__(self, config: LoRAConfig, modules: AdaptableModules, board: AdapterBoard, rank: int) -> None:
         self._config, self._modules, self._board, self._rank = config, modules, board, rank
-        self._layers: list[Packable] = []
+        self._layers: list[AdaptableLayer] = []
         self._tables: dict[str, VocabParallel] = {}
         self._cells: dict[int, _Cell] = {}
         self._in_slots: dict[int, _Cell] = {}
@@ -147,7 +102,9 @@ class AdapterStore:
         """Give the layers of a model their tables. Nothing is in a slot afterwards."""
         assert isinstance(model, Decoder)
         step = model.step_adapters = StepAdapters()
-        self._layers = adaptable_layers(model)
+        self._layers = list(adaptable_layers(model))
+        if not self._modules.why_not_experts:
+            self._layers += expert_linears(model)
         self._like = like = torch.empty(0, dtype=model.dtype, device=device)
         """Has the dtype and the device of activations."""
         for layer in self._layers:
@@ -165,7 +122,8 @@ class AdapterStore:
     @property
     def planned_bytes(self) -> int:
         """As of `planned_bytes`."""
-        return planned_bytes(self._config, self._layers, self._like)
+        layers = [one for one in self._layers if isinstance(one, Packable)]
+        return planned_bytes(self._config, layers, self._like)
 
     def begin_step(self, orders: AdapterOrders) -> None:
         """Begin loads, and fill slots, whose adapters are loaded. Raises EngineDeadError if a slot cannot be filled."""
@@ -252,11 +210,15 @@ class AdapterStore:
             cell = _Cell()
             for layer in self._layers:
                 _pause()
-                own = self._of_layer(layer, read)
-                if self._like.is_cuda:
+                own, scales = self._of_layer(layer, read)
+                if self._like.is_cuda:  # where there are no scales
                     matrices.append(own)
-                else:
-                    cell.weights.append([None if pair is None else pack_lora(*pair) for pair in own])
+                    continue
+                cell.weights.append([])
+                for number, (pair, scales_N) in enumerate(zip(own, scales, strict=True)):
+                    if number % _PIECE == _PIECE - 1:
+                        _pause()
+                    cell.weights[-1].append(None if pair is None else pack_lora(*pair, scales_N=scales_N))
             if matrices:
                 cell = _staged(matrices)
             elif cell.weights:
@@ -290,23 +252,39 @@ class AdapterStore:
             folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, _pause
         )
 
-    def _of_layer(self, layer: Packable, read: AdapterCheckpoint) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    def _of_layer(
+        self, layer: AdaptableLayer, read: AdapterCheckpoint
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], list[torch.Tensor | None]]:
+        """A and B of each projection, and the scales of the base's results beside them."""
         matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        scales: list[torch.Tensor | None] = []
         for number, (name, one) in enumerate(zip(layer.names, layer.projections, strict=True)):
             module = read.modules.get(name)
+            scales.append(None)
             if module is None:
                 matrices.append(None)
                 continue
-            whole_b = _tensor(module.b)[module.first_row : module.first_row + one.shape[0]]
-            a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a), whole_b)
+            if number % _PIECE == _PIECE - 1:
+                _pause()
+            whole_b = _tensor(module.b)[module.b_rows, module.b_columns]
+            a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a)[module.a_rows], whole_b)
             dtype, scaling = self._like.dtype, module.scaling
-            a_RK, b_NR = a_RK.to(dtype), (b_NR if scaling == 1 else b_NR.float() * scaling).to(dtype)
-            are_as_read = DTYPES[module.a.dtype] == dtype, DTYPES[module.b.dtype] == dtype and scaling == one.scale == 1
+            b_NR = b_NR if scaling == 1 else b_NR.float() * scaling
+            if module.magnitude is not None:
+                whole_N1 = _tensor(module.magnitude)[module.b_rows].float()
+                magnitude_N = layer.adapter_slice(number, a_RK, whole_N1)[1].squeeze(1)
+                scales[-1] = scales_N = _dora_scales(layer, number, a_RK.float(), b_NR.float(), magnitude_N)
+                if not scales_N.isfinite().all():
+                    raise CheckpointError(f"a row of the base and of the adapter's matrices of {name} is zero")
+                b_NR = b_NR * scales_N[:, None]
+            a_RK, b_NR = a_RK.to(dtype), b_NR.to(dtype)
+            is_b_as_read = DTYPES[module.b.dtype] == dtype and scaling == one.scale == 1 and module.magnitude is None
+            are_as_read = DTYPES[module.a.dtype] == dtype, is_b_as_read
             for half, matrix, is_as_read in zip("AB", (a_RK, b_NR), are_as_read, strict=True):
                 if not is_as_read and not matrix.isfinite().all():
                     raise CheckpointError(f"the adapter's matrix {half} of {name} is too large for {dtype}")
             matrices.append((a_RK, b_NR))
-        return matrices
+        return matrices, scales
 
     def _own_table(self, name: str, table: VocabParallel, read: AdapterCheckpoint) -> OwnTable | TableChange:
         (one,), is_head, module = table.projections, name == "lm_head", read.modules.get(name)
@@ -340,6 +318,19 @@ class AdapterStore:
 def _pause() -> None:
     """Let the thread that computes steps have the interpreter's lock, for which it would wait up to 5 ms."""
     time.sleep(PAUSE_SECONDS)
+
+
+def _dora_scales(
+    layer: AdaptableLayer, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor, magnitude_N: torch.Tensor
+) -> torch.Tensor:
+    """magnitude / ‖W + B · A‖ of each row, [N] (Liu et al. 2024, https://arxiv.org/abs/2402.09353, section 4.1)."""
+    norms_N = torch.empty(len(b_NR))
+    height = max(1, _BAND // a_RK.shape[1])
+    for first in range(0, len(b_NR), height):
+        _pause()
+        rows = slice(first, min(first + height, len(b_NR)))
+        norms_N[rows] = torch.linalg.vector_norm(layer.weight_band(number, rows) + b_NR[rows] @ a_RK, dim=1)
+    return magnitude_N / norms_N
 
 
 def _move_to_huge_pages(weights: list[list[LoraWeight | None]]) -> None:

@@ -165,10 +165,10 @@ def _build_scheduler(
 def _adaptable(config: EngineCoreConfig, checkpoint: ServedCheckpoint) -> AdaptableModules | None:
     if not config.lora.enable_lora:
         return None
-    from quire_engine.adapters.store import adaptable_modules  # imports torch
+    from quire_engine.adapters.adaptable import adaptable_modules  # imports torch
 
     assert isinstance(checkpoint, CheckpointConfig)
-    return adaptable_modules(checkpoint)
+    return adaptable_modules(checkpoint, config)
 
 
 def _watch_experts(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.adapters.store import adaptable_layers, planned_bytes
+from quire_engine.adapters.adaptable import adaptable_layers, planned_bytes
 from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import STATE, StateSpec, block_bytes
 from quire_engine.models.checkpoints.config import CheckpointConfig

@@ -12,7 +12,8 @@ from quire_kernels.cpu import status as kernel_status
 from quire_kernels.cpu import uses_triton
 from quire_kernels.kv_cache import is_tiled, scale_bytes
 
-from quire_engine.adapters.store import AdapterStore, adaptable_modules
+from quire_engine.adapters.adaptable import adaptable_modules
+from quire_engine.adapters.store import AdapterStore
 from quire_engine.config import EngineCoreConfig
 from quire_engine.config.speculative_config import WITHOUT_CACHE
 from quire_engine.device.transfer import CPU
@@ -111,7 +112,7 @@ class Worker:
             assert board is not None
             assert board.adapters is not None
             assert isinstance(checkpoint, CheckpointConfig)
-            modules = adaptable_modules(checkpoint)
+            modules = adaptable_modules(checkpoint, config)
             self._adapters = AdapterStore(config.lora, modules, board.adapters, parallel.rank)
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         self._gpu_memory: GpuCacheMemory | None = None

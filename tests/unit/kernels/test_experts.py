@@ -1,17 +1,22 @@
 """`topk_softmax` and `routed_experts`, on every instruction set of the machine, against plain torch and `linear`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from quire_kernels import (
+    ExpertsLora,
+    LoraRows,
+    LoraTable,
+    LoraWeight,
     cpu,
     expert_results,
     grouped_topk,
     linear,
     pack_experts,
     pack_linear,
+    pack_lora,
     record,
     routed_experts,
     sum_results,
@@ -354,3 +359,133 @@ def test_the_numbers_of_experts_lie_where_the_logits_do() -> None:
     ):
         assert weights.device.type == ids.device.type == "meta"
         assert weights.shape == ids.shape == (3, 2)
+
+
+class Adapters:
+    """Adapters of a layer's experts in two slots of three, of some of the experts and projections."""
+
+    def __init__(self, layer: Layer, here: Sequence[int] | None = None) -> None:
+        self.layer, self.here = layer, list(range(layer.num_experts)) if here is None else here
+        self.changes = [torch.zeros(3, *one.shape, dtype=torch.float64) for one in (layer.gate_up, layer.down)]
+        """B · A by slot and expert."""
+        self.tables = [self._table(0, 2 if layer.gate_up.shape[1] > layer.down.shape[2] else 1), self._table(1, 1)]
+        self.slots = torch.randint(-1, 3, (len(layer.x),), generator=torch.Generator().manual_seed(len(layer.x)))
+
+    def _table(self, which: int, parts: int) -> LoraTable:
+        _, rows, columns = (self.layer.gate_up, self.layer.down)[which].shape
+        dtype, size = self.layer.x.dtype, rows // parts
+        table = LoraTable([size] * parts, columns, dtype, max_loras=3, max_rank=40, num_experts=len(self.here))
+        for slot in range(2):
+            weights: list[LoraWeight | None] = []
+            for expert in self.here:
+                for part in range(parts):
+                    rank = (0, 3, 16, 33)[(slot + expert + part) % 4]
+                    a, b = randn(rank, columns + expert, dtype=dtype)[:, expert:], randn(size, rank, dtype=dtype)
+                    b = b * (0.5 / max(rank, 1) ** 0.5 / columns**0.5)
+                    own = slice(part * size, (part + 1) * size)
+                    self.changes[which][slot, expert, own] = b.double() @ a.double()
+                    weights.append(pack_lora(a, b) if rank else None)
+            table.set_slot(slot, weights)
+        return table
+
+    def lora(self, rows: slice = slice(None)) -> ExpertsLora:
+        return ExpertsLora(*self.tables, self.slots[rows].contiguous())
+
+
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_adapters_of_experts_change_their_weights(
+    shape: tuple[int, int, int, int, int], kind: str, cpu_kernels: str
+) -> None:
+    layer = Layer(shape, kind)
+    adapters = Adapters(layer)
+    arguments = (layer.x, layer.weights, layer.ids, layer.experts())
+    base, out = routed_experts(*arguments), routed_experts(*arguments, lora=adapters.lora())
+    is_changed = (adapters.slots == 0) | (adapters.slots == 1)
+    if cpu_kernels == "torch":
+        torch.testing.assert_close(out[~is_changed], base[~is_changed], rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(out[~is_changed], base[~is_changed])
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 5e-2)
+    for slot in range(2):
+        rows = torch.where(adapters.slots == slot)[0]
+        merged = Layer(shape, kind)
+        merged.gate_up = layer.gate_up.double() + adapters.changes[0][slot]
+        merged.down = layer.down.double() + adapters.changes[1][slot]
+        merged.x, merged.weights, merged.ids = layer.x[rows], layer.weights[rows], layer.ids[rows]
+        exact = merged.exact()
+        assert (out[rows] - exact).norm() <= tolerance * exact.norm()
+    assert len(layer.x) < 5 or not torch.equal(out, base)
+
+
+@KINDS
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_adapters_of_experts_have_the_bits_of_each_tokens_own_linears(
+    shape: tuple[int, int, int, int, int], activation: str, kind: str, cpu_kernels: str
+) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    layer = Layer(shape, kind, biased=True, activation=activation)
+    adapters, (gate_up, down) = Adapters(layer), layer.packed
+    together = routed_experts(layer.x, layer.weights, layer.ids, layer.experts(), lora=adapters.lora())
+    for token in range(0, len(layer.x), 7):
+        own, slot = slice(token, token + 1), int(adapters.slots[token])
+        total = torch.zeros(1, layer.x.shape[1])
+        for weight, expert in zip(layer.weights[token].tolist(), layer.ids[token].tolist(), strict=True):
+            slots = torch.tensor([-1 if slot < 0 else expert * 3 + slot])
+            of_gate_up, of_down = (LoraRows(table, slots) for table in adapters.tables)
+            hidden = linear(layer.x[own], gate_up[expert], lora=of_gate_up)
+            result = linear(hidden, down[expert], torch.float32, lora=of_down)
+            total = torch.from_numpy((total.double() + weight * result.double()).numpy()).float()  # a fused one
+        assert torch.equal(together[own], total.to(layer.x.dtype))
+        alone = routed_experts(
+            layer.x[own], layer.weights[own], layer.ids[own], layer.experts(), lora=adapters.lora(own)
+        )
+        assert torch.equal(together[own], alone)
+
+
+@KINDS
+def test_adapters_of_experts_that_are_elsewhere_add_nothing(kind: str, cpu_kernels: str) -> None:
+    layer = Layer((33, 5, 2, 64, 32), kind)
+    maps = (torch.tensor([-1, 1, -1, 0, -1]), torch.tensor([0, -1, 2, -1, 1]))
+    halves = [
+        routed_experts(layer.x, layer.weights, layer.ids, layer.experts(one), lora=Adapters(layer, here).lora()).float()
+        for one, here in zip(maps, ([3, 1], [0, 4, 2]), strict=True)
+    ]
+    whole = routed_experts(layer.x, layer.weights, layer.ids, layer.experts(), lora=Adapters(layer).lora())
+    tolerance = 1e-5 if layer.x.dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(sum(halves), whole.float(), rtol=tolerance, atol=tolerance)
+
+
+@KINDS
+def test_recordings_follow_the_adapters_of_experts(kind: str) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    layer = Layer((8, 6, 2, 64, 32), kind)
+    adapters, experts, given = Adapters(layer), layer.experts(), torch.full((8,), -1)
+    arguments = (layer.x, layer.weights, layer.ids, experts)
+    with record(8) as recording:
+        out = routed_experts(*arguments, lora=ExpertsLora(*adapters.tables, given))
+    for slot in (-1, 0, 1, 2):
+        given[:] = slot
+        recording.run(8)
+        assert torch.equal(out, routed_experts(*arguments, lora=ExpertsLora(*adapters.tables, given)))
+    adapters.tables[0].set_slot(2, [None] * 12)
+    for table in adapters.tables:
+        table.clear_slot(0)
+    given[:] = 0
+    recording.run(8)
+    assert torch.equal(out, routed_experts(*arguments))
+
+
+def test_adapters_that_do_not_fit_the_experts_are_rejected(cpu_kernels: str) -> None:
+    layer = Layer((5, 6, 2, 36, 20), "float32")
+    arguments, (gate_up, down, slots) = (layer.x, layer.weights, layer.ids, layer.experts()), Adapters(layer).lora()
+    for bad, message in (
+        (ExpertsLora(gate_up, down, slots[:4]), "lora.slots has shape"),
+        (ExpertsLora(down, down, slots), r"lora.gate_up is of \(6, 36, 20, torch.float32\)"),
+        (ExpertsLora(gate_up, LoraTable([36], 20, torch.float32, max_loras=3), slots), r"must be of \(6, 36, 20"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            routed_experts(*arguments, lora=bad)

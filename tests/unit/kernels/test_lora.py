@@ -13,6 +13,7 @@ from quire_kernels import (
     LoraTable,
     LoraWeight,
     cpu,
+    embedding,
     linear,
     pack_grouped,
     pack_linear,
@@ -20,6 +21,7 @@ from quire_kernels import (
     quantize_grouped,
     record,
     stack_linear,
+    weight_rows,
 )
 from quire_kernels.activation import activate, activate_and_mul
 
@@ -48,13 +50,14 @@ class Layer:
         self.table = LoraTable(sizes, in_features, dtype, max_loras=self.empty + 1, max_rank=256)
         self.deltas = torch.zeros(self.empty + 2, sum(sizes), in_features, dtype=torch.float64)
         """B · A of each slot; then of no slot."""
+        self.scales = torch.ones(self.empty + 2, sum(sizes), dtype=torch.float64)
         for slot, ranks in enumerate(RANKS):
             self.fill(slot, ranks)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def fill(self, slot: int, ranks: Sequence[int | None]) -> None:
+    def fill(self, slot: int, ranks: Sequence[int | None], is_scaled: bool = False) -> None:
         weights: list[LoraWeight | None] = []
         for i, (size, delta) in enumerate(zip(self.sizes, self.deltas[slot].zero_().split(self.sizes), strict=True)):
             rank = ranks[i % len(ranks)]
@@ -63,8 +66,11 @@ class Layer:
                 continue
             a = (self.random(rank, self.in_features) * self.in_features**-0.5).to(self.dtype)
             b = (self.random(size, rank) * rank**-0.5).to(self.dtype)
-            weights.append(pack_lora(a, b, scaling=2.0))
+            scales = self.random(size).abs() + 0.5 if is_scaled else None
+            weights.append(pack_lora(a, b, scaling=2.0, scales_N=scales))
             delta[:] = 2.0 * b.double() @ a.double()
+            if scales is not None:
+                self.scales[slot].split(self.sizes)[i][:] = scales
         self.table.set_slot(slot, weights)
 
     def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,6 +159,53 @@ def test_a_row_does_not_depend_on_its_batch(kind: str, cpu_kernels: str) -> None
     assert torch.equal(torch.cat(alone), together)
     order = torch.randperm(60, generator=layer.generator)
     assert torch.equal(linear(x[order], packed, torch.float32, lora=layer.rows(index[order])), together[order])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_multiply_the_rest_but_for_the_bias(kind: str, cpu_kernels: str) -> None:
+    layer = layer_of(kind, [48, 24, 7, 18], 128)
+    x, index = layer.batch(37)
+    packed = pack(layer, kind)
+    before = linear(x, packed, torch.float32, lora=layer.rows(index))
+    for slot in (2, 3, 5):
+        layer.fill(slot, RANKS[slot], is_scaled=True)
+    base, out = linear(x, packed, torch.float32), linear(x, packed, torch.float32, lora=layer.rows(index))
+    bias, scales = layer.bias.double(), layer.scales[index]
+    expected = (base.double() - bias) * scales + bias + layer.added(x, index)
+    tolerance = 1e-5 if kind == "fp32" else 3e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    is_scaled = (index == 2) | (index == 3) | (index == 5)
+    assert is_scaled.any()
+    if cpu_kernels == "torch":
+        return
+    assert torch.equal(out[~is_scaled], before[~is_scaled])
+    alone = [linear(x[i : i + 1], packed, torch.float32, lora=layer.rows(index[i : i + 1])) for i in range(37)]
+    assert torch.equal(torch.cat(alone), out)
+
+
+@pytest.mark.parametrize("half", [16, 17, 40])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "4 bits"])
+def test_scales_come_before_the_gate(kind: str, half: int, cpu_kernels: str) -> None:
+    layer = layer_of(kind, [half, half], 64)
+    for slot in (0, 4):
+        layer.fill(slot, RANKS[slot], is_scaled=True)
+    x, index = layer.batch(19)
+    bias, sums = layer.bias.double(), linear(x, pack(layer, kind), torch.float32).double()
+    sums = (sums - bias) * layer.scales[index] + bias + layer.added(x, index)
+    out = linear(x, pack(layer, kind, gated=True), torch.float32, lora=layer.rows(index))
+    tolerance = 1e-4 if kind == "fp32" else 8e-2
+    torch.testing.assert_close(out, activate_and_mul(sums.float(), "silu"), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("half", [16, 17, 40])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "4 bits"])
+def test_rows_of_a_packed_weight_are_found(kind: str, gated: bool, half: int, cpu_kernels: str) -> None:
+    layer = layer_of(kind, [half, half], 64)
+    packed, ids = pack(layer, kind, gated=gated), torch.randperm(2 * half)
+    rows = embedding(weight_rows(packed, ids), packed).float()
+    error = (rows - layer.weight[ids].float()).norm() / layer.weight.float().norm()
+    assert error <= {"fp32": 0, "bf16": 0, "int8": 1e-2, "4 bits": 0.15}[kind]
 
 
 @pytest.mark.parametrize("half", [16, 17, 40])
@@ -274,6 +327,8 @@ def test_what_does_not_fit_is_rejected() -> None:
         pack_lora(torch.zeros(4, 16), torch.zeros(8, 5))
     with pytest.raises(TypeError, match="they must match"):
         pack_lora(torch.zeros(4, 16), torch.zeros(8, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"scales are torch.float32 \[7\] on cpu; they must be torch.float32 \[8\]"):
+        pack_lora(torch.zeros(4, 16), torch.zeros(8, 4), scales_N=torch.ones(7))
     with pytest.raises(ValueError, match="max_rank is 300"):
         LoraTable([8], 16, torch.float32, max_loras=1, max_rank=300)
     with pytest.raises(ValueError, match="max_loras is 0"):

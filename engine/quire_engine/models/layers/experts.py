@@ -18,7 +18,9 @@ from statistics import NormalDist
 
 import torch
 from quire_kernels import (
+    ExpertsLora,
     ExpertsWeight,
+    LoraTable,
     activate_and_mul,
     add_residual,
     gaussian_topk,
@@ -35,7 +37,7 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoints.config import CheckpointConfig
-from quire_engine.models.layers.parallel import ColumnParallel, RowParallel, Weight
+from quire_engine.models.layers.parallel import ColumnParallel, Packable, RowParallel, StepAdapters, Weight
 from quire_engine.models.options import ExpertsOptions, MLPOptions
 
 ALONE = ParallelState()
@@ -127,6 +129,37 @@ class SparseMLP(GatedMLP):
         return out_TE
 
 
+class ExpertLinears:
+    """One of the two linear layers of all experts of a mixture that a rank has, as adapters change it. What `Packable`
+    has of its projections, this has of those of one expert after another."""
+
+    def __init__(self, linears: Sequence[Packable]) -> None:
+        self._linears = linears
+        self.names = [name for one in linears for name in one.names]
+        self.projections = [projection for one in linears for projection in one.projections]
+        self.lora_table: LoraTable | None = None
+        self.step = StepAdapters()
+
+    def enable_adapters(self, step: StepAdapters, max_loras: int, max_rank: int, like: torch.Tensor) -> None:
+        """As of `Packable`."""
+        first, columns = self._linears[0], self.projections[0].columns
+        self.step = step
+        self.lora_table = LoraTable(
+            first.sizes, columns.stop - columns.start, like.dtype, max_loras=max_loras, max_rank=max_rank,
+            device=like.device, num_experts=len(self._linears),
+        )  # fmt: skip
+
+    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Packable`."""
+        expert, own = divmod(number, len(self._linears[0].projections))
+        return self._linears[expert].adapter_slice(own, a_RK, b_NR)
+
+    def weight_band(self, number: int, rows: slice) -> torch.Tensor:
+        """As of `Packable`."""
+        expert, own = divmod(number, len(self._linears[0].projections))
+        return self._linears[expert].weight_band(own, rows)
+
+
 class MixtureOfExperts(nn.Module):
     """The feed-forward of a layer with experts. `pack` has to be called once their weights are loaded."""
 
@@ -156,14 +189,23 @@ class MixtureOfExperts(nn.Module):
         """int64, on the model's device: how many tokens were sent to each expert. Set before the first step, as what is
         recorded or captured refers to it; None: nothing is counted."""
         self._packed: ExpertsWeight | None = None
+        self._adaptable: list[ExpertLinears] = []
 
     def pack(self) -> None:
         """Bring the experts together, whose matrices are packed."""
-        here = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
-        gate_up, down = ([getattr(one, name).packed for one in here] for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = ([one.packed for one in each] for each in self._linears())
         self._packed = pack_experts(gate_up, down, self._expert_map())
         if self.gate_norm is not None:
             self._gate_norm_E = self.gate_norm.weight * len(self.gate_norm.weight) ** -0.5
+
+    def adaptable_linears(self) -> list[ExpertLinears]:
+        """What adapters may change of the experts; their tables, once there are any, are those of the next steps."""
+        self._adaptable = [ExpertLinears(each) for each in self._linears()]
+        return self._adaptable
+
+    def _linears(self) -> tuple[list[Packable], list[Packable]]:
+        here = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
+        return [one.gate_up_proj for one in here], [one.down_proj for one in here]
 
     def _expert_map(self) -> torch.Tensor:
         """By id, the place of an expert among those that are here, or -1."""
@@ -218,5 +260,16 @@ class MixtureOfExperts(nn.Module):
     ) -> torch.Tensor:
         """[T, E], of all ranks; for the arguments see `routed_experts`."""
         assert self._packed is not None, "pack was not called"
-        out_TE = routed_experts(hidden_TE, weights_TK, expert_ids_TK, self._packed, shared_TE, shared_gate_T1)
+        out_TE = routed_experts(
+            hidden_TE, weights_TK, expert_ids_TK, self._packed, shared_TE, shared_gate_T1, self._lora()
+        )
         return out_TE if self.group is None else self.group.all_reduce(out_TE)
+
+    def _lora(self) -> ExpertsLora | None:
+        """The adapters of the step's rows; None if no row has any."""
+        if not self._adaptable:
+            return None
+        gate_up, down = self._adaptable
+        if gate_up.lora_table is None or down.lora_table is None or gate_up.step.index_T is None:
+            return None
+        return ExpertsLora(gate_up.lora_table, down.lora_table, gate_up.step.index_T)

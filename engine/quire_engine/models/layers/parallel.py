@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quire_kernels import LinearWeight, LoraRows, LoraTable, embedding, linear, rms_norm
+from quire_kernels import LinearWeight, LoraRows, LoraTable, embedding, linear, rms_norm, weight_rows
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -191,6 +191,13 @@ class Packable(nn.Module):
         one = self.projections[number]
         b_NR = b_NR[one.rows]
         return a_RK[:, one.columns], b_NR if one.scale == 1 else b_NR * one.scale
+
+    def weight_band(self, number: int, rows: slice) -> torch.Tensor:
+        """[rows, K] float32: some rows of a projection of this rank, by its number, as the layer computes with them, in
+        the order of `adapter_slice`. Of unquantised weights, int8 and int4."""
+        first = sum(self.sizes[:number])
+        ids = torch.arange(first + rows.start, first + rows.stop, device="cpu")
+        return embedding(weight_rows(self.packed, ids), self.packed).float()
 
     def create(self, method: LinearMethod | None = None) -> None:
         """Allocate the tensors that a method asks for; None: those of an unquantised weight."""

@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,21 @@ def sparse(folder: Path) -> None:
         file.truncate(1 << 40)
 
 
+def dora(folder: Path) -> None:
+    config(use_dora=True)(folder)
+    for layer in range(2):
+        for name, (rows, _) in SIZES.items():
+            if name in ("q_proj", "v_proj"):
+                own = LAYER.replace("layers.0", f"layers.{layer}").replace("q_proj", name)
+                added(f"{own}.lora_magnitude_vector", rows)(folder)
+
+
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another method": (config(peft_type="IA3"), "peft_type is 'IA3'; it must be 'LORA'"),
     "no method": (config(peft_type=None), "peft_type is None"),
     "biases": (config(bias="lora_only"), "bias is 'lora_only'; it must be 'none'"),
-    "DoRA": (config(use_dora=True), "use_dora is True"),
+    "DoRA without magnitudes": (config(use_dora=True), "there is no lora_magnitude_vector beside it"),
+    "DoRA of text": (config(use_dora="yes"), "use_dora is 'yes'; it must be true or false"),
     "transposed": (config(fan_in_fan_out=True), "fan_in_fan_out is True"),
     "biases of B": (config(lora_bias=True), "lora_bias is True"),
     "a head that is not there": (config(modules_to_save=["lm_head"]), "modules_to_save is .* names 'lm_head', which"),
@@ -147,7 +157,19 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a base that nothing changes": (
         added("base_model.model.model.embed_tokens.base_layer.weight", 32, 16), "that is no matrix of LoRA"
     ),
-    "magnitudes": (added(f"{LAYER}.lora_magnitude_vector.weight", 16, 1), "the magnitudes of DoRA"),
+    "magnitudes without DoRA": (
+        added(f"{LAYER}.lora_magnitude_vector", 16), "and use_dora in adapter_config.json is not true"
+    ),
+    "magnitudes of other rows": (
+        lambda folder: [
+            dora(folder), added(f"{LAYER}.lora_magnitude_vector", 15)(folder)
+        ], "it has 15 numbers; the model asks for 16",
+    ),
+    "magnitudes alone": (
+        lambda folder: [
+            dora(folder), added(f"{LAYER.replace('q_', 'o_')}.lora_magnitude_vector.weight", 16)(folder)
+        ], "a magnitude of DoRA, and there are no matrices beside it",
+    ),
     "another whole module": (added("base_model.model.score.modules_to_save.weight", 2, 16), "a whole module"),
     "a head of other columns": (added("base_model.model.lm_head.weight", 32, 12), "the model asks for 16 columns"),
     "too many tokens": (
@@ -222,6 +244,27 @@ def test_names_and_patterns_are_as_peft_has_them(folder: Path) -> None:
     assert read(folder).digest != found.digest
 
 
+def test_magnitudes_are_beside_their_matrices(folder: Path) -> None:
+    dora(folder)
+    found = read(folder).modules
+    shapes = {name: module.magnitude.shape for name, module in found.items() if module.magnitude is not None}
+    assert shapes == {
+        f"layers.{i}.self_attn.{name}": (SIZES[name][0], 1) for i in range(2) for name in ("q_proj", "v_proj")
+    }
+    modules = msgspec.structs.replace(MODULES, why_not_dora="with tensor_parallel_size=2")
+    with pytest.raises(CheckpointError, match="use_dora is True; it must be false with tensor_parallel_size=2"):
+        AdapterCheckpoint.read(folder, modules, 64)
+    embedding = "base_model.model.model.embed_tokens"
+    for name, *shape in (
+        (f"{embedding}.lora_embedding_A", 4, 32), (f"{embedding}.lora_embedding_B", 16, 4),
+        (f"{embedding}.lora_magnitude_vector", 16),
+    ):  # fmt: skip
+        added(name, *shape)(folder)
+    config(target_modules=["q_proj", "v_proj", "embed_tokens"])(folder)
+    with pytest.raises(CheckpointError, match="DoRA of the embedding or of the head is not supported"):
+        read(folder)
+
+
 def test_tables_replace_what_they_are_named_after(folder: Path) -> None:
     added("base_model.model.model.embed_tokens.weight", 30, 16)(folder)
     config(modules_to_save=["embed_tokens"])(folder)
@@ -259,7 +302,7 @@ def test_a_fused_layer_is_divided_among_its_parts(folder: Path) -> None:
     }
     save_file(own, folder / "adapter_model.safetensors")
     found = read(folder).modules
-    rows = {name.rpartition(".")[2]: module.first_row for name, module in found.items()}
+    rows = {name.rpartition(".")[2]: module.b_rows.start for name, module in found.items()}
     assert rows == {"q_proj": 0, "k_proj": 16, "v_proj": 24}
 
 
@@ -313,3 +356,91 @@ def test_so_many_may_be_pinned(tmp_path: Path, folder: Path) -> None:
     registry.pin("0")
     with pytest.raises(RequestError, match="at most 1 of max_cpu_loras=2 may be"):
         registry.pin("1")
+
+
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+MIXTURE = AdaptableModules(
+    {f"layers.0.mlp.experts.{i}.{name}": (6, 16) for i in range(3) for name in ("gate_proj", "up_proj")}
+    | {f"layers.0.mlp.experts.{i}.down_proj": (16, 6) for i in range(3)}
+)
+
+
+def stacked(folder: Path, shapes: Mapping[str, tuple[int, int]], **changes: Any) -> None:
+    own = {
+        f"{EXPERTS}{name}.weight": torch.arange(float(rows * columns)).view(rows, columns)
+        for name, (rows, columns) in shapes.items()
+    }
+    save_file(own, folder / "adapter_model.safetensors")
+    fields = {"target_modules": None, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], **changes}
+    config(r=2, rank_pattern={"gate_up_proj": 4}, **fields)(folder)
+
+
+STACKED = {
+    ".base_layer.lora_A": (12, 16), ".base_layer.lora_B": (12, 12), ".lora_A": (6, 6), ".lora_B": (16, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("are_interleaved", [False, True])
+def test_stacks_are_divided_among_their_experts(folder: Path, are_interleaved: bool) -> None:
+    """As `ParamWrapper` of PEFT has A and B."""
+    stacked(folder, STACKED)
+    modules = msgspec.structs.replace(MIXTURE, are_experts_interleaved=are_interleaved)
+    found = AdapterCheckpoint.read(folder, modules, 64)
+    assert set(found.modules) == set(MIXTURE.shapes)
+    assert (found.rank, found.target_modules) == (4, ["down_proj", "gate_proj", "up_proj"])
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, (size, infix, rank) in {"gate_up": (6, ".base_layer", 4), "down": (16, "", 2)}.items():
+        a = tensors[f"{EXPERTS}{infix}.lora_A.weight"].view(3, rank, -1)
+        b = tensors[f"{EXPERTS}{infix}.lora_B.weight"].view(-1, rank, 3)
+        delta = torch.einsum("ore,eri->eoi", b, a)
+        for part, projection in enumerate(("gate", "up") if name == "gate_up" else ("down",)):
+            for expert in range(3):
+                module = found.modules[f"layers.0.mlp.experts.{expert}.{projection}_proj"]
+                own_a = a.flatten(0, 1)[module.a_rows]
+                own_b = b.flatten(1)[module.b_rows, module.b_columns]
+                rows = slice(part, None, 2) if are_interleaved and name == "gate_up" else slice(part * size, None)
+                assert torch.equal(own_b @ own_a, delta[expert, rows][:size])
+                assert (module.rank, module.scaling) == (rank, 8 / rank)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "changes", "message"),
+    [
+        ({**STACKED, ".lora_A": (4, 6)}, {}, r"has shape \[4, 6\]; the model and .* ask for \[6, 6\]"),
+        ({**STACKED, ".base_layer.lora_B": (6, 12)}, {}, r"ask for \[12, 12\]"),
+        (STACKED, {"target_parameters": ["experts.down_proj"]}, "target_parameters in .* leaves that layer out"),
+        (STACKED, {"target_parameters": ["experts.gate"], "target_modules": ["experts"]}, "leaves that layer out"),
+        ({name: STACKED[name] for name in (".lora_A", ".lora_B")}, {}, "no matrices of 'experts.gate_up_proj', which"),
+        (
+            {**STACKED, **{f".base_layer{name}": STACKED[f".base_layer{name}"] for name in (".lora_A", ".lora_B")},
+             ".base_layer.base_layer.lora_A": (6, 16), ".base_layer.base_layer.lora_B": (6, 6)},
+            {}, "leaves that layer out",
+        ),
+        (STACKED, {"target_parameters": "experts.down_proj"}, "target_parameters is .* it must be a list of names"),
+        (STACKED, {"rank_pattern": {"gate_up_proj": 65}}, "it has rank 65; max_lora_rank is 64"),
+    ],
+)  # fmt: skip
+def test_a_hostile_stack_is_rejected_by_name(
+    folder: Path, shapes: dict[str, tuple[int, int]], changes: dict[str, Any], message: str
+) -> None:
+    stacked(folder, shapes)
+    config(**changes)(folder)
+    with pytest.raises(CheckpointError, match=message):
+        AdapterCheckpoint.read(folder, MIXTURE, 64)
+
+
+def test_experts_are_rejected_where_they_cannot_be_changed(folder: Path) -> None:
+    modules = AdaptableModules(why_not_experts="on a GPU")
+    stacked(folder, STACKED)
+    with pytest.raises(CheckpointError, match="LoRA of experts is not supported on a GPU"):
+        AdapterCheckpoint.read(folder, modules, 64)
+    stacked(folder, {".1.down_proj.lora_A": (2, 6), ".1.down_proj.lora_B": (16, 2)}, target_modules=["down_proj"])
+    with pytest.raises(CheckpointError, match="LoRA of experts is not supported on a GPU"):
+        AdapterCheckpoint.read(folder, modules, 64)
+
+
+def test_a_parameter_may_be_the_weight_of_a_linear_layer(folder: Path) -> None:
+    own = {"A": torch.ones(4, 16), "B": torch.ones(16, 4)}
+    save_file({f"{LAYER}.lora_{half}.weight": one for half, one in own.items()}, folder / "adapter_model.safetensors")
+    config(target_modules=None, target_parameters=["q_proj.weight"])(folder)
+    assert set(read(folder).modules) == {"layers.0.self_attn.q_proj"}

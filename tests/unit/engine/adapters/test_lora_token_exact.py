@@ -2,18 +2,21 @@
 the adapter is merged into, whatever the other requests have."""
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quire_engine import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from support.adapters import Adapters, make_adapter, merge_adapter
+from support.adapters import Adapters, make_adapter, merge_adapter, stack_adapter
 from support.oracle import load_reference, make_prompts
 
 NUM_TOKENS = 16
 GROUPED = ("deepseek-v3", "kimi-linear")
 """Whose router has no kernel for GPUs."""
+MIXTURES = {"mixtral": ["w1", "w3", "w2"], "qwen3-moe": ["gate_proj", "up_proj", "down_proj"]}
+"""Projections of experts, down last."""
 NAMES = ["one", "", "eight", "stabilized", "", "patterns", "bfloat16", "one"]
 
 
@@ -177,6 +180,137 @@ def test_other_layers(checkpoint: Any, tmp_path: Path, name: str, targets: list[
     adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
     llm = make_llm(adapters, device="cpu" if name in GROUPED else "auto")
     check(adapters, llm, ["0", "", "1"], prompts_of(3), 8)
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("tied-gqa", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("qwen2", ["q_proj", "v_proj", "gate_proj"]),  # with biases
+        ("phi3", ["qkv_proj", "gate_up_proj"]),  # fused
+        ("qwen3-next", ["in_proj_qkvz", "in_proj_ba", "q_proj"]),  # in another order
+        ("mixtral", ["v_proj", "w1", "w2"]),
+    ],
+)
+def test_dora(checkpoint: Any, tmp_path: Path, name: str, targets: list[str]) -> None:
+    """Beside LoRA and rows of the base."""
+    base, folders = checkpoint(name), {}
+    for i, has_norms in enumerate((True, False, True)):
+        folders[str(i)] = make_adapter(
+            tmp_path / str(i), base, rank=5 + 8 * i, targets=targets, seed=i, use_dora=has_norms
+        )
+    merged = cache(lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
+    adapters = Adapters(base, folders, merged)
+    llm = make_llm(adapters, device="cpu")
+    names = ["0", "", "1", "2", "0"]
+    for order in (1, -1):
+        check(adapters, llm, names[::order], prompts_of(5)[::order], 8)
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_dora_of_quantised_layers(adapters: Any, tmp_path: Path, quantization: str) -> None:
+    """Nearer to the merged model in float32 than the change that it makes."""
+    folder = make_adapter(tmp_path / "adapter", adapters.base, rank=8, use_dora=True)
+    llm, (prompt,) = make_llm(adapters, device="cpu", quantization=quantization), prompts_of(1)
+    params, request = SamplingParams(temperature=0, max_tokens=1, logprobs=20), LoRARequest("dora", 1, str(folder))
+    (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+    merged = merge_adapter(tmp_path / "merged", adapters.base, folder)
+    exact, base = (
+        load_reference(one)(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach()
+        for one in (merged, adapters.base)
+    )
+    found = output.outputs[0].logprobs[0].items()
+    distances = [sum(abs(one.logprob - float(to[t])) for t, one in found) / 20 for to in (exact, base)]
+    assert distances[0] < 0.4 * distances[1]
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def mixture(checkpoint: Any, made: Any) -> Any:
+    """By a mixture's name, adapters of its experts: "stacked" is "all" as PEFT writes it with `target_parameters`."""
+
+    def of(name: str) -> Adapters:
+        base, experts = checkpoint(name), MIXTURES[name]
+        cases = {
+            "all": {"rank": 3, "targets": [*experts, "q_proj"]}, "one": {"rank": 1, "targets": experts[:1]},
+            "down": {"rank": 17, "targets": experts[2:]}, "none": {"rank": 8, "targets": ["q_proj", "o_proj"]},
+            "pattern": {"rank": 2, "targets": experts, "rank_pattern": {r"experts\.1\.\w+": 40}, "use_rslora": True},
+        }  # fmt: skip
+        folders = {
+            case: made(
+                f"{name}-{case}", lambda folder, i=i, own=own: make_adapter(folder, base, seed=i, size=1.5, **own)
+            )
+            for i, (case, own) in enumerate(cases.items())
+        }
+        folders["stacked"] = made(f"{name}-stacked", lambda folder: stack_adapter(folder, folders["all"]))
+
+        def merged(case: str) -> Path:
+            case = "all" if case == "stacked" else case
+            return made(f"{name}-merged-{case}", lambda folder: merge_adapter(folder, base, folders[case]))
+
+        return Adapters(base, folders, merged)
+
+    return of
+
+
+OF_MIXTURE = ["all", "", "stacked", "one", "none", "", "down", "pattern", "stacked"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mixtral", {}),
+        ("mixtral", {"max_loras": 2, "max_num_batched_tokens": 16}),
+        ("qwen3-moe", {"async_scheduling": True}),
+        ("qwen3-moe", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    ],
+    ids=str,
+)
+def test_experts(mixture: Any, name: str, settings: dict[str, Any]) -> None:
+    """The second time with prefixes from the cache."""
+    adapters, prompts = mixture(name), [prompt * 2 for prompt in prompts_of(len(OF_MIXTURE))]
+    llm = make_llm(adapters, device="cpu", **settings)
+    for order in (1, -1):
+        check(adapters, llm, OF_MIXTURE[::order], prompts[::order], 10)
+    llm.shutdown()
+
+
+def test_rows_beside_adapters_of_experts_keep_their_bits(mixture: Any) -> None:
+    adapters, prompts, names = mixture("mixtral"), prompts_of(8), ["all", "", "", "stacked", "none", "", "down", "none"]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5, prompt_logprobs=2)
+    llm = make_llm(adapters, device="cpu", dtype="bfloat16")
+    together = llm.generate(prompts, params, use_tqdm=False, lora_request=[adapters.request(name) for name in names])
+    for prompt, name, output in zip(prompts, names, together, strict=True):
+        llm.reset_prefix_cache()
+        (alone,) = llm.generate([prompt], params, use_tqdm=False, lora_request=adapters.request(name))
+        assert alone.outputs[0].logprobs == output.outputs[0].logprobs
+    llm.shutdown()
+    plain = LLM(adapters.base, device="cpu", dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=8 << 20)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    for name, output, want in zip(names, together, expected, strict=True):
+        assert (output.outputs[0].logprobs == want.outputs[0].logprobs) == (name == "")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_experts_take_adapters(mixture: Any, quantization: str) -> None:
+    """The change that an adapter makes of the base's log-probabilities is that of the merged model in float32."""
+    adapters, (prompt,) = mixture("mixtral"), prompts_of(1)
+    llm = make_llm(adapters, device="cpu", quantization=quantization)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    outputs = [
+        llm.generate([prompt], params, use_tqdm=False, lora_request=adapters.request(name))[0]
+        for name in ("stacked", "all")
+    ]
+    found = outputs[0].outputs[0].logprobs[0]
+    assert found.keys() == outputs[1].outputs[0].logprobs[0].keys()
+    exact, base = (
+        load_reference(folder)(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach()
+        for folder in (adapters.merged("all"), adapters.base)
+    )
+    distances = [sum(abs(one.logprob - float(to[t])) for t, one in found.items()) / 20 for to in (exact, base)]
+    assert distances[0] < (0.4 if quantization == "int8" else 0.6) * distances[1]
     llm.shutdown()
 
 

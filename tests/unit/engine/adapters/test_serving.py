@@ -10,6 +10,7 @@ import pytest
 from quire_engine import BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
 from safetensors.torch import load_file, save_file
+from support.adapters import Adapters, make_adapter, merge_adapter, stack_adapter
 from support.engines import engine, kill, run, until
 from support.oracle import make_prompts
 
@@ -63,6 +64,43 @@ def test_ranks_stages_and_replicas_say_the_same(adapters: Any, settings: dict[st
 
         assert run(llm, main) == expected
         assert not llm._output_processor.has_requests()
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_expert_parallel": True}], ids=str)
+def test_ranks_share_adapters_of_experts(checkpoint: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Slices of each expert, or whole experts; also after the ranks have died."""
+    base, targets = checkpoint("qwen3-moe"), ["gate_proj", "up_proj", "down_proj", "k_proj"]
+    folders = {"0": make_adapter(tmp_path / "0", base, rank=3, targets=targets, size=1.5)}
+    folders["1"] = stack_adapter(tmp_path / "1", make_adapter(tmp_path / "one", base, rank=9, targets=targets, seed=1))
+    merged = {"0": folders["0"], "1": tmp_path / "one"}
+    adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, merged[one]))
+    names, prompts = ["0", "", "1"], PROMPTS[:3]
+    expected = [adapters.expected(name, [prompt], 16)[0].token_ids for name, prompt in zip(names, prompts, strict=True)]
+    with engine(
+        base, device="cpu", dtype="float32", tensor_parallel_size=2, step_seconds=0.02, **SETTINGS, **settings
+    ) as (llm, recorder):
+
+        async def interrupted() -> list[int]:
+            tokens: list[int] = []
+            params = greedy(16, RequestOutputKind.DELTA)
+            async for output in llm.generate(prompts[2], params, lora_request=adapters.request("1")):
+                if not tokens:
+                    kill(llm)
+                tokens += output.outputs[0].token_ids
+            return tokens
+
+        async def main() -> None:
+            found = await asyncio.gather(
+                *(
+                    tokens_of(llm, prompt, adapters.request(name), greedy(16))
+                    for name, prompt in zip(names, prompts, strict=True)
+                )
+            )
+            assert found == expected
+            assert await interrupted() == expected[2]
+            assert recorder.num_restarts == 1
+
+        run(llm, main)
 
 
 def test_names_come_and_go(adapters: Any, tmp_path: Path) -> None:

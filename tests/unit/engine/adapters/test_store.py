@@ -1,19 +1,14 @@
 """What a rank keeps of adapters, and how much memory it sets aside for them."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from quire_engine.adapters.store import (
-    Matrices,
-    _copied,
-    _move_to_huge_pages,
-    _staged,
-    adaptable_layers,
-    adaptable_modules,
-    planned_bytes,
-)
-from quire_engine.config import LoRAConfig
+from quire_engine.adapters.adaptable import adaptable_layers, adaptable_modules, planned_bytes
+from quire_engine.adapters.store import Matrices, _copied, _move_to_huge_pages, _staged
+from quire_engine.config import EngineConfig, LoRAConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import META, build, new_model
@@ -72,3 +67,40 @@ def test_memory_is_set_aside_for_the_largest_adapters_of_each_rank(tmp_path: Pat
     whole = planned_bytes(config, adaptable_layers(build(lambda: new_model(checkpoint, 1), torch.float32, META)), like)
     assert whole == 5 * 8 * 4 * sum(rows + columns for rows, columns in shapes.values())
     assert whole / 2 < sizes[0] == sizes[1] < whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "experts", "dora"),
+    [
+        ({}, "", ""),
+        ({"quantization": "fp8"}, "", "with a base in fp8"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "", "with tensor_parallel_size=2: a rank has parts of the base's rows",
+        ),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
+            "with enable_eplb: set it to false", "with tensor_parallel_size=2: a rank has parts of the base's rows",
+        ),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "where replicas share experts: leave enable_expert_parallel out", "",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_say_what_adapters_may_not_change(
+    checkpoint: Callable[[str], Path], settings: dict[str, Any], experts: str, dora: str
+) -> None:
+    base = checkpoint("qwen3-moe")
+    config = EngineConfig.from_settings({"model": str(base), "device": "cpu", **settings})
+    modules = adaptable_modules(CheckpointConfig.from_folder(base), config)
+    assert (modules.why_not_experts, modules.why_not_dora) == (experts, dora)
+    assert ("layers.0.mlp.experts.8.up_proj" in modules.shapes) == (not experts)
+    assert "layers.0.self_attn.q_proj" in modules.shapes
+
+
+def test_no_memory_is_set_aside_for_experts(checkpoint: Callable[[str], Path]) -> None:
+    config = CheckpointConfig.from_folder(checkpoint("qwen3-moe"))
+    layers = adaptable_layers(build(lambda: new_model(config, 1), torch.float32, META))
+    assert {name.split(".")[2] for layer in layers for name in layer.names} == {"self_attn"}

@@ -1,0 +1,117 @@
+"""The two files of an adapter in PEFT's format, and the matrices of the safetensors file. Does not use torch."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire_engine.adapters.config import CONFIG
+from quire_engine.errors import CheckpointError
+from quire_engine.lora import AdaptableModules
+from quire_engine.models.checkpoints.files import MAX_JSON_BYTES, brief, open_regular, parse_object
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+MAX_RANK = 256
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_DIGEST_BYTES = 1 << 20
+_CHECKED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMatrix:
+    """A matrix of the file, of type F32, F16 or BF16."""
+
+    dtype: str
+    shape: tuple[int, int]
+    content: memoryview
+
+
+def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryview]:
+    """The content of an adapter's two files. Raises CheckpointError if one is missing or too large for the model."""
+    if not os.path.isdir(folder):  # also false where the system rejects the name, or access
+        raise CheckpointError(f"{folder}: there is no such folder; lora_path must name the folder of an adapter")
+    with open_regular(folder / CONFIG) as file:
+        config = file.read(MAX_JSON_BYTES + 1)
+    if not os.path.lexists(folder / WEIGHTS) and os.path.lexists(folder / PICKLE):
+        raise CheckpointError(
+            f"{folder}: there is no {WEIGHTS}; {PICKLE} is a pickle, which is not read: save the adapter with "
+            "save_pretrained(…, safe_serialization=True)"
+        )
+    most = 8 + MAX_JSON_BYTES + sum(4 * MAX_RANK * (rows + columns) for rows, columns in modules.shapes.values())
+    for tokens, features in modules.tables.values():
+        most += 4 * tokens * features + 4 * MAX_RANK * (tokens + features)
+    with open_regular(folder / WEIGHTS) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: it has {size} bytes; LoRA of rank {MAX_RANK} of all layers has less than {most}"
+            )
+        content = np.empty(size, dtype=np.uint8).data  # filled without the interpreter's lock
+        number: int = file.readinto(content)  # type: ignore[attr-defined]  # it may have become shorter meanwhile
+        return config, content[:number]
+
+
+def digest_of(config: bytes, weights: memoryview) -> str:
+    """SHA-256 of an adapter's two files, in hexadecimal. Other threads run meanwhile."""
+    digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
+    view = memoryview(weights)
+    for start in range(0, len(view), _DIGEST_BYTES):  # a signal, or a shutdown, need not wait for all of it
+        digest.update(view[start : start + _DIGEST_BYTES])
+    return digest.hexdigest()
+
+
+def parse_tensors(path: Path, content: memoryview) -> Iterator[tuple[str, AdapterMatrix]]:
+    """The matrices of a safetensors file (drawn in `models/checkpoints/safetensors.py`). Tensors cover the data without
+    gaps and do not overlap."""
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or size > len(content) - 8:
+        raise CheckpointError(f"{path}: truncated or not a safetensors file; it ends within its header")
+    header = parse_object(path, bytes(content[8 : 8 + size]))
+    header.pop("__metadata__", None)
+    data, end = memoryview(content)[8 + size :], 0
+    try:
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        for name, entry in entries:
+            dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if dtype not in ITEM_BYTES:
+                kinds = ", ".join(ITEM_BYTES)
+                raise CheckpointError(f"{path}: tensor {brief(name)} is {brief(dtype)}; it must be one of {kinds}")
+            if len(shape) == 1 and ".lora_magnitude_vector" in name:
+                shape = [*shape, 1]
+            if len(shape) != 2 or not all(type(one) is int and one > 0 for one in shape):
+                what = "which must have two sizes above 0"
+                raise CheckpointError(f"{path}: tensor {brief(name)} has shape {brief(shape)}, {what}")
+            if first != end or last - first != shape[0] * shape[1] * ITEM_BYTES[dtype] or last > len(data):
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file; tensor {brief(name)} is at {first} to {last} of "
+                    f"{len(data)} bytes"
+                )
+            yield name, AdapterMatrix(dtype, (shape[0], shape[1]), data[first:last])
+            end = last
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not a safetensors file; its header has an entry that cannot be read") from None
+    if end != len(data):
+        raise CheckpointError(f"{path}: not a safetensors file; its header speaks of {end} of {len(data)} bytes")
+
+
+def check_finite(where: str, matrix: AdapterMatrix, pause: Callable[[], None]) -> None:
+    for start in range(0, len(matrix.content), _CHECKED_BYTES):
+        if start:
+            pause()
+        values: npt.NDArray[Any]
+        content = matrix.content[start : start + _CHECKED_BYTES]
+        if matrix.dtype == "BF16":  # numpy has no such type: all bits of the exponent are set
+            values = np.frombuffer(content, dtype=np.uint16)
+            is_finite = not ((values & 0x7F80) == 0x7F80).any()
+        else:
+            values = np.frombuffer(content, dtype=np.float32 if matrix.dtype == "F32" else np.float16)
+            is_finite = bool(np.isfinite(values).all())
+        if not is_finite:
+            raise CheckpointError(f"{where}: it holds a value that is not finite; weights must be finite numbers")
