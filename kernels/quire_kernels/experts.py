@@ -229,7 +229,7 @@ def _run(
         call.expert_map, call.experts = experts.expert_map.data_ptr(), len(down)
         call.gate_up, call.down = ctypes.addressof(gate_up), ctypes.addressof(down)
         call.intermediate_size = experts.intermediate_size
-    launch("quire_experts", call, out_TE)
+    launch("quire_experts", call)
     return out_TE
 
 
