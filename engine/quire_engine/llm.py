@@ -5,7 +5,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.lora import Adapter, AdapterInfo, LoRARequest
 from quire_engine.messages import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -47,6 +48,7 @@ from quire_engine.system.memory import paused_gc
 
 LoRAs = LoRARequest | Adapter | Sequence[LoRARequest | Adapter | None] | None
 """One adapter for all prompts, or one or none for each."""
+Output = TypeVar("Output", RequestOutput, EngineCoreOutput)
 MAX_LIVE_REQUESTS = 256
 """Live requests of `generate_each`: more than run at once, but not more than the grammar compiler's queue holds."""
 
@@ -164,25 +166,23 @@ class LLM:
 
         prompt_list = _as_prompts(prompts)
         if pooling_params is None or isinstance(pooling_params, PoolingParams):
-            pooling_params = [pooling_params or PoolingParams()] * len(prompt_list)
+            pooling_params = [_with_task(pooling_params or PoolingParams(), pooling_task)] * len(prompt_list)
         if len(pooling_params) != len(prompt_list):
             raise ValueError(f"pooling_params has {len(pooling_params)} entries for {len(prompt_list)} prompts")
         requests = []
         adapters = self._find_adapters(lora_request, len(prompt_list))
         for prompt, params, adapter in zip(prompt_list, pooling_params, adapters, strict=True):
-            if pooling_task is not None and params.task not in (None, pooling_task):
-                raise ValueError(f"pooling_task is {pooling_task!r}, and pooling_params name {params.task!r}")
-            params = params if pooling_task is None else msgspec.structs.replace(params, task=pooling_task)
-            options = RequestOptions(pooling_params=params, adapter=adapter)
+            options = RequestOptions(pooling_params=_with_task(params, pooling_task), adapter=adapter)
             requests.append(self._inputs.process(prompt, options=options))
-        outputs = self._run_all(requests, use_tqdm)
+        ends = {output.request_id: output for output in _with_progress(self._pool(requests), len(requests), use_tqdm)}
         answers = []
-        for output in outputs:
+        for request in requests:
+            output = ends[request.request_id]
             if output.pooled is None:
-                raise EngineError(f"a prompt could not be encoded: {output.error or output.outputs[0].finish_reason}")
+                raise EngineError(f"a prompt could not be encoded: {output.error or output.finish_reason!s}")
             result = PoolingOutput(torch.tensor(output.pooled.array()))
             answers.append(
-                PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
+                PoolingRequestOutput(output.request_id, result, request.prompt_token_ids, output.num_cached_tokens)
             )
         return answers
 
@@ -479,11 +479,8 @@ class LLM:
 
     def _run_all(self, requests: Sequence[EngineCoreRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run the requests; returns their whole outputs, in order."""
-        results: dict[str, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as progress:
-            for output in self._finished(requests):
-                results[output.request_id] = output
-                progress.update()
+        finished = _with_progress(self._finished(requests), len(requests), use_tqdm)
+        results = {output.request_id: output for output in finished}
         return [results[request.request_id] for request in requests]
 
     def _finished(self, requests: Iterable[EngineCoreRequest], most: int | None = None) -> Iterator[RequestOutput]:
@@ -498,8 +495,7 @@ class LLM:
 
     def _run(self, requests: Iterable[EngineCoreRequest], most: int | None = None) -> Iterator[RequestOutput]:
         """Add the requests, at most `most` at a time, and step until all are finished; yields every delta."""
-        if self._outputs.has_requests():
-            raise RuntimeError("another generation of this LLM is under way; finish or close it first")
+        self._check_idle()
         deltas: list[RequestOutput] = []
         waiting = iter(requests)
         try:
@@ -512,8 +508,7 @@ class LLM:
                         self._core.add_request(core_request)
                 if not self._outputs.has_requests():
                     break
-                self._core.wait_for_grammar()
-                outputs = self._core.step() if self._core.has_requests() else EngineCoreOutputs()
+                outputs = self._step()
                 self._outputs.note_changes(outputs.phase_changes)
                 _, to_abort = self._outputs.process(outputs)
                 for request_id in to_abort:
@@ -525,9 +520,45 @@ class LLM:
                 self._core.abort_request(request_id)
                 self._outputs.discard(request_id)
 
+    def _pool(self, requests: Sequence[EngineCoreRequest]) -> Iterator[EngineCoreOutput]:
+        """Run requests that are pooled; yields the end of each. They have no text, and here no statistics, so that the
+        output processor need not know of them."""
+        self._check_idle()
+        live = {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self._core.add_request(request)
+            while live:
+                outputs = self._step().outputs
+                live.difference_update(output.request_id for output in outputs)
+                yield from outputs
+        finally:  # the caller left the iteration, or a step raised
+            for request_id in live:
+                self._core.abort_request(request_id)
+
+    def _check_idle(self) -> None:
+        if self._outputs.has_requests():
+            raise RuntimeError("another generation of this LLM is under way; finish or close it first")
+
+    def _step(self) -> EngineCoreOutputs:
+        self._core.wait_for_grammar()
+        return self._core.step() if self._core.has_requests() else EngineCoreOutputs()
+
+
+def _with_progress(outputs: Iterator[Output], number: int, use_tqdm: bool) -> Iterable[Output]:
+    return tqdm(outputs, total=number, desc="Processed prompts", unit="prompt") if use_tqdm else outputs
+
 
 def _options_of(adapter: Adapter | None) -> RequestOptions:
     return NO_OPTIONS if adapter is None else RequestOptions(adapter=adapter)
+
+
+def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
+    if task is None or params.task == task:
+        return params
+    if params.task is not None:
+        raise ValueError(f"pooling_task is {task!r}, and pooling_params name {params.task!r}")
+    return msgspec.structs.replace(params, task=task)
 
 
 def _answer(answer: PoolingRequestOutput[PoolingOutput], result: PoolingResult) -> PoolingRequestOutput[PoolingResult]:

@@ -141,7 +141,7 @@ def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO, *, has_output_to
             raise RequestError(
                 f"slo_{name}", f"slo_{name} is {value}; a request without output tokens can have slo_e2e_ms alone"
             )
-    if not has_output_tokens:
+    if not has_output_tokens and (of_class.ttft_ms, of_class.tpot_ms) != (None, None):
         of_class = replace(of_class, ttft_ms=None, tpot_ms=None)
     return replace(of_class, **own) if own else of_class
 

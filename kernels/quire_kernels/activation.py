@@ -66,7 +66,7 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | 
         gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), rows, size,
         gate.dtype == torch.float32, GATES[activation],
     )  # fmt: skip
-    launch("quire_activate_and_mul", call, out)
+    launch("quire_activate_and_mul", call)
     return out
 
 
@@ -90,7 +90,7 @@ def scale_rows(hidden_TE: torch.Tensor, scale_T: torch.Tensor) -> torch.Tensor:
         hidden_TE.data_ptr(), hidden_TE.stride(0), scale_T.data_ptr(), out.data_ptr(), rows, size,
         hidden_TE.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_scale_rows", call, out)
+    launch("quire_scale_rows", call)
     return out
 
 
@@ -125,7 +125,7 @@ def xielu(x_TI: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> t
         x_TI.data_ptr(), x_TI.stride(0), alpha_p.data_ptr(), alpha_n.data_ptr(), out.data_ptr(), rows, size,
         x_TI.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_xielu", call, out)
+    launch("quire_xielu", call)
     return out
 
 

@@ -309,7 +309,7 @@ def _attend_cpu(
         scale=scale, soft_cap=masks.soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
         cache_is_int8=caches.keys.dtype is torch.int8,
     )  # fmt: skip
-    launch("quire_attention", call, out_THV)
+    launch("quire_attention", call)
     return out_THV if columns == caches.value_size else out_THV[..., columns - caches.value_size :]
 
 

@@ -62,7 +62,7 @@ def causal_conv(
         activation=ACTIVATIONS.get(activation, 0), is_float=x_TC.dtype == torch.float32,
         step=step_of(rows, len(x_TC)), rows=len(x_TC),
     )  # fmt: skip
-    launch("quire_causal_conv", call, out_TC)
+    launch("quire_causal_conv", call)
     return out_TC
 
 

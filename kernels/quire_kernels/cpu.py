@@ -74,7 +74,7 @@ _HEADER = Path(__file__).resolve().parents[1] / "csrc" / "calls.h"
 class Recorder(Protocol):
     """Records kernels instead of running them (`recording.py`)."""
 
-    def add(self, kernel: Kernel, call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
+    def add(self, kernel: Kernel, call: Call) -> None:
         """Record a copy of the call."""
 
 
@@ -224,14 +224,13 @@ def get_num_threads() -> int:
     return torch.get_num_threads() if handle is None else int(handle.quire_threads())
 
 
-def launch(name: str, call: Call, *tensors: torch.Tensor) -> None:
-    """Run the library's kernel of this name with a call, which may be reused afterwards. A recording keeps the tensors
-    alive: those that the op has created and the call points to."""
+def launch(name: str, call: Call) -> None:
+    """Run the library's kernel of this name with a call, which may be reused afterwards."""
     kernel, recorder = getattr(library(), name), _thread.recorder
     if recorder is None:
         kernel(ctypes.byref(call))
     else:
-        recorder.add(kernel, call, tensors)
+        recorder.add(kernel, call)
 
 
 def is_recording() -> bool:

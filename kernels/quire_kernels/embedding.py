@@ -39,5 +39,5 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
         token_ids_T.data_ptr(), weight.data.data_ptr(), pointer(weight.scales), out.data_ptr(), rows,
         weight.in_features, weight.dtype == torch.float32, ctypes.addressof(weight.call) if weight.group_size else None,
     )  # fmt: skip
-    launch("quire_embedding", call, out)
+    launch("quire_embedding", call)
     return out

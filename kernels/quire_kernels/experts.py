@@ -264,7 +264,7 @@ def _run(
         assert lora.down.layer is not None
         call.lora_gate_up, call.lora_down = ctypes.addressof(lora.gate_up.layer), ctypes.addressof(lora.down.layer)
         call.lora_index = lora.slots.data_ptr()
-    launch("quire_experts", call, out_TE)
+    launch("quire_experts", call)
     return out_TE
 
 

@@ -47,7 +47,7 @@ def rms_norm(
         return normed if out is None else out.copy_(normed)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype) if out is None else out
-    launch("quire_rms_norm", _norm_call(hidden_TE, None, weight_E, out, eps), out)
+    launch("quire_rms_norm", _norm_call(hidden_TE, None, weight_E, out, eps))
     return out
 
 
@@ -69,7 +69,7 @@ def add_rms_norm(
         return rms_norm(residual_TE, weight_E, eps)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype)
-    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, weight_E, out, eps, multiplier, scale), out)
+    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, weight_E, out, eps, multiplier, scale))
     return out
 
 
@@ -111,7 +111,7 @@ def gated_rms_norm(
             hidden_TE.data_ptr(), hidden_TE.stride(0), gate_TE.data_ptr(), gate_TE.stride(0), weight_E.data_ptr(),
             out.data_ptr(), rows, size, group_size, len(weight_E), eps, gates_first, hidden_TE.dtype == torch.float32,
         )  # fmt: skip
-        launch("quire_gated_rms_norm", call, out)
+        launch("quire_gated_rms_norm", call)
         return out
     hidden, gate = hidden_TE.float(), F.silu(gate_TE.float())
     grouped = (hidden * gate if gates_first else hidden).reshape(rows, -1, group_size)
@@ -178,7 +178,7 @@ def _layer_norm(
     if bias_E is not None:
         check_tensor("bias_E", bias_E, torch.float32, *weight_E.shape)
         call.bias = bias_E.data_ptr()
-    launch("quire_layer_norm", call, out)
+    launch("quire_layer_norm", call)
     return out
 
 

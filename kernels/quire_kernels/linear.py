@@ -333,7 +333,7 @@ def _linear(
     call.x, call.rows = x_TK.data_ptr(), rows
     call.x_stride = x_TK.shape[1] if weight.group_size else x_TK.stride(-2)
     call.out, call.out_stride, call.out_is_float = out.data_ptr(), out.stride(0), out_dtype == torch.float32
-    launch("quire_linear", call, out)
+    launch("quire_linear", call)
     return out
 
 
@@ -363,7 +363,7 @@ def _quantize_in_groups(x_TK: torch.Tensor, weight: LinearWeight, zero: int) -> 
         x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, x_TK.dtype == torch.float32,
         parts, weight.group_size, rows * parts, starts.data_ptr(), sums.data_ptr(), zero,
     )  # fmt: skip
-    launch("quire_quantize_per_token", call, out, scales, starts, sums)
+    launch("quire_quantize_per_token", call)
     return [out, scales, starts, sums]
 
 
@@ -404,7 +404,7 @@ def head_linear(x_THK: torch.Tensor, weight: HeadLinearWeight) -> torch.Tensor:
         x_THK.data_ptr(), token_stride, head_stride, packed.data.data_ptr(), out_THN.data_ptr(), len(x_THK), num_heads,
         packed.in_features, out_features, packed.call.kind,
     )  # fmt: skip
-    launch("quire_head_linear", call, out_THN)
+    launch("quire_head_linear", call)
     return out_THN
 
 
@@ -467,5 +467,5 @@ def quantize_per_token(
         x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float, parts,
         zeros=pointer(zeros_T),
     )  # fmt: skip
-    launch("quire_quantize_per_token", call, out, scales, *(() if zeros_T is None else (zeros_T,)))
+    launch("quire_quantize_per_token", call)
     return out, scales

@@ -79,5 +79,5 @@ def token_probabilities(logits_SV: torch.Tensor, token_ids_S: torch.Tensor) -> t
     call = _TokenProbabilitiesCall(
         logits_SV.data_ptr(), logits_SV.stride(0), token_ids_S.data_ptr(), out.data_ptr(), rows, vocab_size
     )
-    launch("quire_token_probabilities", call, out)
+    launch("quire_token_probabilities", call)
     return out

@@ -316,7 +316,7 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
             ctypes.addressof(table.layer), x_TK.data_ptr(), x_TK.stride(0), slots_T.data_ptr(), order.data_ptr(),
             hidden_TPR.data_ptr(), num_rows,
         )  # fmt: skip
-        launch("quire_lora_shrink", call, hidden_TPR, order)
+        launch("quire_lora_shrink", call)
         return LoraDelta(table, slots_T, hidden_TPR, order)
     hidden_TPR = x_TK.new_empty(num_rows, *shape)
     if uses_triton(x_TK):

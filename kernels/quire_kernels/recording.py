@@ -18,11 +18,14 @@ same idea.
     out[:5]
 
 All tensors keep their addresses. So a recording can be run with at most as many rows as it was made with, and
-everything that differs from step to step is written into tensors that existed when it was made.
+everything that differs from step to step is written into tensors that existed when it was made. Calls run in order: a
+result that no tensor refers to any more while it is recorded is overwritten by later ones, as in a step op by op. So
+many layers take hardly more memory than one, and find their inputs in the cache.
 """
 
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,24 +49,39 @@ class Recording:
         self.max_rows = max_rows
         self._kernels: list[int] = []
         self._calls: list[Call] = []
-        self._tensors: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
+        """Bytes of all results."""
+        self._unused: dict[int, list[torch.Tensor]] = {}
+        """By size, those that no tensor refers to."""
         self._array: ctypes.Array[Call] | None = None
 
-    def add(self, kernel: Kernel, call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Record a call. Raises NotRecordableError if its number of rows is not that of the recording."""
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same new tensor in the recording's memory, which may be that of an earlier one that is gone."""
+        if not tensor.nbytes:
+            return tensor
+        unused = self._unused.setdefault(tensor.nbytes, [])
+        if not unused:
+            unused.append(tensor.flatten().view(torch.uint8))
+            self._memory += unused
+        memory = unused.pop()
+        array = memory.numpy()  # lives as long as some tensor refers to it
+        weakref.finalize(array, unused.append, memory).atexit = False
+        return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
+
+    def add(self, kernel: Kernel, call: Call) -> None:
+        """Record a copy of a call. Raises NotRecordableError if its number of rows is not that of the recording."""
         copy = type(call).from_buffer_copy(call)
         rows = getattr(copy, "rows", None)
         if rows is not None and rows != self.max_rows:
             raise NotRecordableError(f"{type(call).__name__} of {rows} rows in a recording of {self.max_rows}")
         self._kernels.append(_address(kernel))
         self._calls.append(copy)
-        self._tensors += tensors
         self._array = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that it keeps alive."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        """Memory of the results."""
+        return sum(memory.nbytes for memory in self._memory)
 
     def run(self, rows: int) -> None:
         """Run all calls for the first `rows` rows, at most `max_rows`."""
@@ -90,15 +108,21 @@ def _rows_address(call: Call) -> int | None:
 
 
 class _NothingComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets torch only create tensors and views of them."""
+    """Lets torch only create tensors, in the memory of a recording, and views of them."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler with the first op: seconds, and 100 MB
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty):
+        if func.is_view:
             return func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty):
+            return self._recording.place(func(*args, **(kwargs or {})))
         raise NotRecordableError(f"{func} cannot be recorded")
 
 
@@ -107,5 +131,5 @@ def record(max_rows: int) -> Iterator[Recording]:
     """Record the kernels that this thread launches inside the block. Raises NotRecordableError if torch computes
     something inside, or something has another number of rows than `max_rows`."""
     recording = Recording(max_rows)
-    with recording_to(recording), _NothingComputed():  # type: ignore[no-untyped-call]
+    with recording_to(recording), _NothingComputed(recording):
         yield recording

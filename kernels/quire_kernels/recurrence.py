@@ -83,7 +83,7 @@ def gated_delta_rule(
             groups=groups, heads=heads, size=size, width=width, gate_width=gate_width, ring_size=ring_size,
             beta_scale=beta_scale, is_float=value.dtype == torch.float32, step=step_of(rows, num_rows), rows=num_rows,
         )  # fmt: skip
-        launch("quire_gated_delta_rule", call, out_THV)
+        launch("quire_gated_delta_rule", call)
         return out_THV
 
     def step(state_HDV: torch.Tensor, query: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _state_space(
         dt_lowest=dt_limits[0], dt_highest=dt_limits[1], is_float=x.dtype == torch.float32,
         step=step_of(rows, num_rows), rows=num_rows,
     )  # fmt: skip
-    launch("quire_state_space", call, out)
+    launch("quire_state_space", call)
     return out
 
 

@@ -129,7 +129,7 @@ def _rope_and_cache_cpu(
         is_float=query_THD.dtype == torch.float32, norm_is_float=norm_is_float,
         cache_is_int8=key_cache_NKBD.dtype is torch.int8,
     )  # fmt: skip
-    launch("quire_rope", call, rotated_THD)
+    launch("quire_rope", call)
     return rotated_THD
 
 

@@ -55,7 +55,7 @@ def topk_softmax(
         logits_TX.data_ptr(), logits_TX.stride(0), pointer(scale_X), weights.data_ptr(), expert_ids.data_ptr(),
         pointer(counts_X), rows, experts, top_k, renormalize, jitter,
     )  # fmt: skip
-    launch("quire_route_tokens", call, weights, expert_ids)
+    launch("quire_route_tokens", call)
     return weights, expert_ids
 
 
@@ -112,7 +112,7 @@ def grouped_topk(
         logits_TX.data_ptr(), logits_TX.stride(0), pointer(bias_X), weights.data_ptr(), expert_ids.data_ptr(),
         pointer(counts_X), rows, experts, top_k, num_groups, top_groups, scale, scoring == "sigmoid", renormalize,
     )  # fmt: skip
-    launch("quire_route_tokens_in_groups", call, weights, expert_ids)
+    launch("quire_route_tokens_in_groups", call)
     return weights, expert_ids
 
 

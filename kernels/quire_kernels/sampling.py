@@ -116,7 +116,7 @@ def probabilities(
         logits_SV.data_ptr(), logits_SV.stride(0), *map(pointer, dense),
         probabilities_SV.data_ptr(), rows, vocab_size, logits_SV.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_probabilities", call, probabilities_SV)
+    launch("quire_probabilities", call)
     return probabilities_SV
 
 
@@ -146,7 +146,7 @@ def _sample(logits_SV: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
         logits_SV.data_ptr(), logits_SV.stride(0), *(map(pointer, columns) if columns else [None] * 6),
         token_ids.data_ptr(), rows, vocab_size, logits_SV.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_sample", call, token_ids)
+    launch("quire_sample", call)
     return token_ids
 
 

@@ -68,7 +68,7 @@ def load_rows(table_NE: torch.Tensor, row_ids_T: torch.Tensor) -> torch.Tensor:
         table_NE.data_ptr(), table_NE.stride(0), row_ids_T.data_ptr(), out_TE.data_ptr(), rows, size,
         table_NE.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_load_rows", call, out_TE)
+    launch("quire_load_rows", call)
     return out_TE
 
 
@@ -81,10 +81,8 @@ def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.
         columns_D: int64, each at least 0, below V and there once: not checked by the C++ kernel.
         out_SV: of the same dtype, written in place; None: a new matrix, whose columns are all written.
     """
-    created: tuple[torch.Tensor, ...] = ()
     if out_SV is None:
         out_SV = rows_SD.new_empty(rows_SD.shape)
-        created = (out_SV,)
     if len(out_SV) != len(rows_SD):
         raise ValueError(f"out_SV has {len(out_SV)} rows; it must have {len(rows_SD)}, as rows_SD has")
     if library_for(rows_SD, out_SV) is None or out_SV.stride(1) != 1:
@@ -96,5 +94,5 @@ def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.
         rows_SD.data_ptr(), rows_SD.stride(0), columns_D.data_ptr(), out_SV.data_ptr(), out_SV.stride(0), rows, size,
         rows_SD.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_store_columns", call, *created)
+    launch("quire_store_columns", call)
     return out_SV

@@ -69,7 +69,7 @@ def mix_streams(
         weight_QPM.data_ptr(), out_TQE.data_ptr(), rows, num_outputs, num_inputs, routes_size, size, offset,
         base_TQE.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_mix_streams", call, out_TQE)
+    launch("quire_mix_streams", call)
     return out_TQE
 
 
@@ -105,7 +105,7 @@ def match_rms(
         hidden_TE.data_ptr(), hidden_TE.stride(0), like_TE.data_ptr(), like_TE.stride(0), out.data_ptr(), out.stride(0),
         rows, size, floor, hidden_TE.dtype == torch.float32,
     )  # fmt: skip
-    launch("quire_match_rms", call, out)
+    launch("quire_match_rms", call)
     return out
 
 
@@ -120,7 +120,7 @@ def row_moments(x_TI: torch.Tensor) -> torch.Tensor:
         return torch.cat((mean_T1, (x_TI.float() - mean_T1).square().mean(-1, keepdim=True)), -1)
     x_TI = with_dense_rows(x_TI)
     moments_T2 = torch.empty(len(x_TI), 2, dtype=torch.float32)
-    launch("quire_row_moments", _gaussian_call(x_TI, moments_T2, None, 0.0), moments_T2)
+    launch("quire_row_moments", _gaussian_call(x_TI, moments_T2, None, 0.0))
     return moments_T2
 
 
@@ -146,7 +146,7 @@ def gaussian_topk(x_TI: torch.Tensor, moments_T2: torch.Tensor, multiplier: floa
         return (x_TI.float() - (mean_T1 + multiplier * variance_T1.sqrt())).relu_().to(x_TI.dtype)
     x_TI, moments_T2 = with_dense_rows(x_TI), moments_T2.contiguous()
     out_TI = torch.empty(x_TI.shape, dtype=x_TI.dtype)
-    launch("quire_gaussian_topk", _gaussian_call(x_TI, moments_T2, out_TI, multiplier), out_TI)
+    launch("quire_gaussian_topk", _gaussian_call(x_TI, moments_T2, out_TI, multiplier))
     return out_TI
 
 

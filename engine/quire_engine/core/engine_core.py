@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
 from quire_engine.errors import (
@@ -88,6 +89,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.structured_output = structured_output
         self.ready = ready
+        self._resolve_pooling = lru_cache(maxsize=16)(ready.pooling.resolve)
         self._world_size = world_size
         self._balancer = balancer
         self._expert_load = expert_load
@@ -117,7 +119,7 @@ class EngineCore:
             EngineUnavailableError: too many grammars are being compiled.
         """
         if message.options.pooling_params is not None:
-            self.ready.pooling.resolve(message.options.pooling_params)
+            self._resolve_pooling(message.options.pooling_params)
         validate_request(message, self.ready)
         if message.options.adapter is not None and self.scheduler.adapters is None:
             raise UnknownAdapterError("lora_name", "this engine serves no LoRA adapters; enable_lora is false")

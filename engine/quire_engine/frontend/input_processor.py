@@ -6,6 +6,7 @@ import operator
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ multiply by `embedding_multiplier`.
 
 MAX_DEADLINE_MS = 365 * 86_400_000.0
 """A year: later deadlines are ignored."""
-NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
+NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 """The sampling parameters of requests that are pooled."""
 
 
@@ -66,6 +67,7 @@ class InputProcessor:
         self._why_no_images = images if isinstance(images, str) else ""
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
+        self._resolve_pooling = lru_cache(maxsize=16)(ready.pooling.resolve)
         eos = tokenizer.eos_token_id
         is_new = eos is not None and eos < ready.vocab_size and eos not in ready.eos_token_ids
         self._eos_token_id = eos if is_new else None
@@ -104,7 +106,7 @@ class InputProcessor:
         arrived_at = time.monotonic()
         pooling, resolved = options.pooling_params, None
         if pooling is not None:
-            resolved = self._ready.pooling.resolve(pooling)
+            resolved = self._resolve_pooling(pooling)
             priority, params = params.priority if priority is None else priority, NOT_SAMPLED
         if priority is not None and priority != params.priority:
             params = msgspec.structs.replace(params, priority=priority)
@@ -429,6 +431,6 @@ def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
 def _token_ids(values: Any) -> list[int]:
     """Plain ints, also from numpy's integers; nothing is rounded."""
     try:
-        return [operator.index(value) for value in values]
+        return list(map(operator.index, values))
     except TypeError:
         raise RequestError.of("prompt_token_ids", "must be a list of integers") from None

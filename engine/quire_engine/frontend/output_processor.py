@@ -308,8 +308,10 @@ def _count_end(
     own.options, own.error = request.options, error
     stats.finished_requests.append(own)
     if not own.was_rejected_at_once:
-        parts = [(phase, seconds) for phase, seconds in own.phase_seconds.items() if seconds]
-        stats.phases += parts if state.parent is not None else state.timeline.ended
+        if state.parent is None:
+            stats.phases += state.timeline.ended
+        else:
+            stats.phases += [(phase, seconds) for phase, seconds in own.phase_seconds.items() if seconds]
     verdict = owner.verdict
     if verdict is not None:
         own.missed_live = True

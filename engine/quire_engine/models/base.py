@@ -127,6 +127,8 @@ class RecordableLM(CausalLM, Protocol):
 
     input_size: int
     """The width of what `embed` returns: more than `hidden_size` where layers have inputs of their own."""
+    has_head: bool
+    """Whether it computes logits; else all of its tokens are of prompts."""
     feature_taps: FeatureTaps | None
     """Set before the first step, as what is recorded or captured refers to its table; None: nothing is kept."""
 

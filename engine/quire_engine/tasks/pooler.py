@@ -80,7 +80,7 @@ class SumPool(Pool):
 
     def add(self, hidden_TE: torch.Tensor, token_ids_T: Int64Array, start: int) -> None:
         number = len(hidden_TE)
-        fixed_TE = (hidden_TE.double() * self._scale).round_()
+        fixed_TE = hidden_TE.double().mul_(self._scale).round_()
         if self._is_weighted:
             weights_T = torch.arange(start + 1, start + number + 1, dtype=torch.float64, device=hidden_TE.device)
             fixed_TE *= weights_T.unsqueeze(-1)
@@ -156,12 +156,13 @@ class Layers:
         ]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, in] -> [R, out]."""
+        """[…, in] -> […, out]."""
+        shape, rows = rows.shape[:-1], rows.reshape(-1, rows.shape[-1])
         for step, weight, norm in zip(self._steps, self._weights, self._norms, strict=True):
             rows = ACTIVATIONS[step.activation](linear(rows.contiguous(), weight))
             if norm is not None:
                 rows = F.layer_norm(rows, (step.size,), *norm, eps=step.norm_eps)
-        return rows
+        return rows.view(*shape, rows.shape[-1])
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -228,21 +229,18 @@ class Pooler:
     def finish(self, pool: Pool) -> torch.Tensor:
         """The result of a request whose prompt is computed, float32: [D], or [rows, D] of a task of tokens."""
         rows, params = pool.result(), pool.params
-        is_one = params.task not in TOKEN_TASKS
-        if is_one:
-            rows = rows.unsqueeze(0)
         if params.task in HEAD_TASKS:
             assert self._head is not None
             rows = self._head(rows)
             if params.returned_token_ids is not None:
-                rows = rows[:, list(params.returned_token_ids)]
+                rows = rows[..., list(params.returned_token_ids)]
             if params.use_activation:
                 rows = ACTIVATIONS[self._activation](rows)
         else:
-            for layers in self._dense if is_one or self._dense_of_tokens else ():
+            for layers in self._dense if self._dense_of_tokens or params.task not in TOKEN_TASKS else ():
                 rows = layers(rows)
             if params.dimensions is not None:
-                rows = rows[:, : params.dimensions]
+                rows = rows[..., : params.dimensions]
             if params.normalize:
                 rows = F.normalize(rows, dim=-1)
-        return (rows[0] if is_one else rows).contiguous()
+        return rows.contiguous()

@@ -83,9 +83,10 @@ class ModelRunner:
         self._eager: EagerForward | None = None
         self._recorded: RecordedForward | None = None
 
-    def recorded_bytes(self, num_layers: int) -> int:
-        """Memory that the recording of small steps takes at most, with so many layers for each that there is now."""
-        return 0 if self._recorded is None else self._recorded.num_bytes(num_layers)
+    @property
+    def recorded_bytes(self) -> int:
+        """Memory that the recording of small steps takes."""
+        return 0 if self._recorded is None else self._recorded.num_bytes
 
     @torch.inference_mode()
     def submit(self, scheduler_output: SchedulerOutput) -> SubmittedStep:

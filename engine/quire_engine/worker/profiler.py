@@ -32,7 +32,7 @@ class Profiler:
         self._config, self._runner, self._caches, self._max_model_len = config, runner, caches, max_model_len
         self._compiles, self._runs_ahead = compiles, runs_ahead
         self.recorded_bytes = 0
-        """Memory that recordings of steps take in addition, at most; known after `run`."""
+        """Memory that recordings of steps take in addition; known after `run`."""
 
     def run(self) -> None:
         """Compute the steps; nothing is left of their requests and caches.
@@ -67,7 +67,6 @@ class Profiler:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self._max_model_len) // block_size))
             batches.append([self._request(num_tokens, blocks)])
-        num_layers = len(model.state_specs)
         with model.one_layer_of_each_kind():
             # Without attention all requests use one block of states, each as large as thousands of tokens elsewhere.
             is_state_alone = runner.batch.has_states and len(runner.batch.block_tables) == 1
@@ -77,7 +76,7 @@ class Profiler:
             for requests in batches:
                 self._compute(requests, *((num_drafts, num_wanted) if requests is many else (0, 0)))
             del parts
-        self.recorded_bytes = runner.recorded_bytes(num_layers)  # an upper bound if there are several kinds
+        self.recorded_bytes = runner.recorded_bytes
         if runner.drafting is not None:
             self.recorded_bytes += runner.drafting.method.recorded_bytes
         self._caches.allocate(0)

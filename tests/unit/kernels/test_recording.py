@@ -79,6 +79,30 @@ def test_a_recording_computes_what_the_ops_do(dtype: torch.dtype, bits: int | No
         assert torch.equal(residual[:rows], expected_residual)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_later_results_overwrite_those_that_nothing_refers_to(dtype: torch.dtype) -> None:
+    block = Block(dtype, None)
+    hidden, residual = torch.empty(ROWS, SIZE, dtype=dtype), torch.empty(ROWS, SIZE, dtype=dtype)
+
+    def results(hidden: torch.Tensor, residual: torch.Tensor, number: int, keeps: int) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        for _ in range(number):
+            hidden = block(hidden, residual)
+            kept = [*kept, hidden.view(-1, 2)][-keeps:]
+        return kept
+
+    sizes = []
+    for number, keeps in ((2, 1), (6, 1), (6, 6)):
+        with record(ROWS) as recording:
+            out = results(hidden, residual, number, keeps)
+        hidden[:], residual[:] = torch.randn(ROWS, SIZE).to(dtype), torch.randn(ROWS, SIZE).to(dtype)
+        expected = results(hidden, residual.clone(), number, keeps)
+        recording.run(ROWS)
+        assert all(map(torch.equal, out, expected))
+        sizes.append(recording.num_bytes)
+    assert sizes[0] == sizes[1] < sizes[2]
+
+
 def test_nothing_runs_while_it_is_recorded() -> None:
     block = Block(torch.float32, None)
     hidden, residual = torch.zeros(ROWS, SIZE), torch.ones(ROWS, SIZE)

@@ -103,10 +103,9 @@ class InputBatch:
         """By slot, the position of the second text of a pair; 2^31 without a pair. Only of requests that are pooled."""
 
     def add(self, request: NewRequestData) -> None:
-        """Take a free slot and set every field of it."""
+        """Take a free slot and set every field of it; those of sampling unless the request is pooled."""
         slot = self._free_slots.pop()
         self.slots[request.request_id] = slot
-        params = request.sampling_params
         num_tokens = len(request.token_ids)
         self.token_ids[slot, :num_tokens] = request.token_ids
         self.num_tokens[slot] = self.num_known_tokens[slot] = num_tokens
@@ -120,6 +119,20 @@ class InputBatch:
         self.num_state_tokens[slot] = num_computed = request.num_computed_tokens
         last = max(num_computed - 1, 0) // self.block_size
         self.state_blocks[slot] = self.block_tables[-1][slot, last] if num_computed else NO_STATE
+        self.adapter_slots[slot] = request.adapter_slot
+        self.position_shifts[slot] = sum(part.position_shift for part in request.prompt_parts)
+        if request.prompt_parts:
+            self.prompt_parts[slot] = request.prompt_parts
+        self.num_prompt_logprobs[slot] = NO_LOGPROBS
+        if request.pooling_params is None:
+            self._set_sampling(slot, request)
+            return
+        self.pools[slot] = make_pool(request.pooling_params)
+        start = request.pooling_params.segment_start
+        self.segment_starts[slot] = NO_SEGMENT if start is None else start
+
+    def _set_sampling(self, slot: int, request: NewRequestData) -> None:
+        params, num_tokens = request.sampling_params, len(request.token_ids)
         self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
         self.top_k[slot] = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
@@ -128,22 +141,15 @@ class InputBatch:
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.stop_token_ids[slot] = request.stop_token_ids
-        self.adapter_slots[slot] = request.adapter_slot
         # A request that is added again with output has already returned the log-probabilities of its prompt.
-        wants_prompt_logprobs = params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
-        self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_LOGPROBS
+        if params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens:
+            self.num_prompt_logprobs[slot] = params.prompt_logprobs
         token_ids, num_prompt_tokens = request.token_ids, request.num_prompt_tokens
-        self.position_shifts[slot] = sum(part.position_shift for part in request.prompt_parts)
         if request.prompt_parts:
-            self.prompt_parts[slot] = request.prompt_parts
             token_ids = token_ids.copy()
             for part in reversed(request.prompt_parts):
                 del token_ids[part.start : part.end]  # placeholders count for no penalty
             num_prompt_tokens -= num_tokens - len(token_ids)
-        if request.pooling_params is not None:
-            self.pools[slot] = make_pool(request.pooling_params)
-            start = request.pooling_params.segment_start
-            self.segment_starts[slot] = NO_SEGMENT if start is None else start
         self.penalties.add(slot, params, token_ids, num_prompt_tokens)
         self.token_constraints.add(slot, params)
 

@@ -17,6 +17,8 @@ from quire_engine.worker.batch.step_inputs import StepInputs
 
 RECORDED_TOKENS = 64
 """Steps of more tokens are computed op by op: they take so long that Python's overhead does not matter."""
+RECORDED_PROMPT_TOKENS = 1024
+"""The same of models without a head, all of whose tokens are of prompts: beside a small encoder's kernels it does."""
 
 Layers: TypeAlias = Callable[[Sequence[torch.Tensor], StepContext], torch.Tensor]
 """(inputs, each [T, its width], context) → [T, E]; uses only ops of `quire_kernels`, and may overwrite the inputs."""
@@ -27,11 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedContext:
-    """A context whose tensors do not move, for recorded ops of the C++ kernels to read from. With `has_states`, some
-    layers keep states."""
+    """A context of at most `max_rows` tokens whose tensors do not move, for recorded ops of the C++ kernels to read
+    from. With `has_states`, some layers keep states."""
 
-    def __init__(self, contexts: ContextBuilder, has_states: bool = False) -> None:
-        rows, tables = RECORDED_TOKENS, contexts.block_tables
+    def __init__(self, contexts: ContextBuilder, has_states: bool = False, max_rows: int | None = None) -> None:
+        self.max_rows = rows = RECORDED_TOKENS if max_rows is None else max_rows
+        tables = contexts.block_tables
         positions, seq_lens = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
         starts = torch.arange(rows + 1)  # as many sequences as tokens, while it is recorded
         own_tables = [torch.zeros(rows, table.shape[1], dtype=torch.int64) for table in tables]
@@ -121,15 +124,15 @@ class RecordedColumns:
 
 
 class RecordedLayers:
-    """Layers, recorded over at most `RECORDED_TOKENS` tokens, with inputs of these widths and this dtype. Raises
+    """Layers, recorded over at most the context's `max_rows` tokens, with inputs of these widths and this dtype. Raises
     NotRecordableError if they use other ops than those of `quire_kernels`."""
 
     def __init__(self, layers: Layers, widths: Sequence[int], dtype: torch.dtype, context: RecordedContext) -> None:
         self.context = context
-        self._inputs = [torch.empty(RECORDED_TOKENS, width, dtype=dtype) for width in widths]
-        with record(RECORDED_TOKENS) as self._recording:
+        self._inputs = [torch.empty(context.max_rows, width, dtype=dtype) for width in widths]
+        with record(context.max_rows) as self._recording:
             self.out = layers(self._inputs, context.context)
-            """[RECORDED_TOKENS, E], written by each call."""
+            """[max_rows, E], written by each call."""
 
     @property
     def num_bytes(self) -> int:
@@ -166,6 +169,7 @@ class RecordedForward:
 
         # Where an image's positions have three dimensions, its rows have angles of their own.
         self._takes_parts = GRID_POSITIONS.name not in [column.name for column in batch.columns]
+        self._max_tokens = RECORDED_TOKENS if model.has_head else RECORDED_PROMPT_TOKENS
         self._layers: RecordedLayers | None = None
         self._head: Recording | None = None
         contexts = ContextBuilder(
@@ -174,9 +178,8 @@ class RecordedForward:
         if not contexts.are_tiled:  # only attention in C++ can be recorded
             return
         try:
-            self._layers = RecordedLayers(
-                layers, [model.input_size], model.dtype, RecordedContext(contexts, batch.has_states)
-            )
+            recorded = RecordedContext(contexts, batch.has_states, self._max_tokens)
+            self._layers = RecordedLayers(layers, [model.input_size], model.dtype, recorded)
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
             return
@@ -192,11 +195,11 @@ class RecordedForward:
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
-        if self._layers is None or len(inputs.token_ids) > RECORDED_TOKENS or inputs.bidirectional is not None:
+        if self._layers is None or len(inputs.token_ids) > self._max_tokens or inputs.bidirectional is not None:
             return False
         if inputs.embedded is not None and not self._takes_parts:
             return False
-        return inputs.states is None or len(inputs.states.store_lens) <= 4 * RECORDED_TOKENS
+        return inputs.states is None or len(inputs.states.store_lens) <= 4 * self._max_tokens
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         assert self._layers is not None
@@ -222,7 +225,7 @@ class RecordedForward:
         self._head.run(num_rows)
         return self._sampled[:num_rows].clone()
 
-    def num_bytes(self, num_times: int = 1) -> int:
-        """Memory of the results that the recorded ops write, if there were all layers so many times."""
-        layer_bytes = 0 if self._layers is None else self._layers.num_bytes
-        return num_times * layer_bytes + (0 if self._head is None else self._head.num_bytes)
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the results that the recorded ops write; about the same for any number of layers."""
+        return sum(recorded.num_bytes for recorded in (self._layers, self._head) if recorded is not None)
