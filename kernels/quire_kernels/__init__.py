@@ -47,6 +47,7 @@ from quire_kernels.shared_blocks import SharedBlocks
 from quire_kernels.states import StateRows
 from quire_kernels.store import load_rows, store_columns, store_rows
 from quire_kernels.streams import gaussian_topk, match_rms, mix_streams, row_moments
+from quire_kernels.sum_rows import sum_rows
 
 __all__ = [
     "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight", "LoraRows",
@@ -58,5 +59,5 @@ __all__ = [
     "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention", "probabilities",
     "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "row_moments", "sample",
     "scale_rows", "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space",
-    "store_columns", "store_rows", "sum_results", "token_probabilities", "topk_softmax", "xielu",
+    "store_columns", "store_rows", "sum_results", "sum_rows", "token_probabilities", "topk_softmax", "xielu",
 ]  # fmt: skip
