@@ -337,6 +337,17 @@ struct GaussianCall {
   int32_t is_float;
 };
 
+// Sums of the rows of groups; see sum_rows.inc.
+struct SumRowsCall {
+  const void* hidden;      // [rows, size], bfloat16 or float32
+  int64_t hidden_stride;   // elements between rows
+  const int64_t* starts;   // [groups + 1], the rows of each group
+  double* sums;            // [groups, size], written
+  int64_t groups;
+  int64_t size;
+  int32_t is_float;
+};
+
 struct SoftCapCall {
   float* logits;          // [rows, size], written
   int64_t logits_stride;  // elements between rows

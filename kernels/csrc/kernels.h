@@ -59,6 +59,7 @@ struct Kernels {
   void (*match_rms)(const MatchRmsCall&);
   void (*row_moments)(const GaussianCall&);
   void (*gaussian_topk)(const GaussianCall&);
+  void (*sum_rows)(const SumRowsCall&);
   CopyDigest* copy_digest;
 };
 

@@ -129,6 +129,7 @@ QUIRE_API void quire_mix_streams(const MixStreamsCall* call) { kernels.mix_strea
 QUIRE_API void quire_match_rms(const MatchRmsCall* call) { kernels.match_rms(*call); }
 QUIRE_API void quire_row_moments(const GaussianCall* call) { kernels.row_moments(*call); }
 QUIRE_API void quire_gaussian_topk(const GaussianCall* call) { kernels.gaussian_topk(*call); }
+QUIRE_API void quire_sum_rows(const SumRowsCall* call) { kernels.sum_rows(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_store_rows(const StoreCall* call) { kernels.store_rows(*call); }

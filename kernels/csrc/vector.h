@@ -448,11 +448,10 @@ QUIRE_INLINE Floats exponential(Floats x) {
   p = multiply_add(p, r, broadcast(1.6666665459e-1f));
   p = multiply_add(p, r, broadcast(5.0000001201e-1f));
   p = multiply_add(p, mul(r, r), add(r, broadcast(1.0f)));
-  Floats power = floats(shift_left<23>(add_ints(to_ints(n), broadcast_int(127))));
-  Floats result = mul(p, power);
 #if defined(QUIRE_AVX512)
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, lowest, _CMP_GE_OQ), result);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, lowest, _CMP_GE_OQ), p, n);
 #else
+  const Floats result = mul(p, floats(shift_left<23>(add_ints(to_ints(n), broadcast_int(127)))));
   return _mm256_and_ps(result, _mm256_cmp_ps(x, lowest, _CMP_GE_OQ));
 #endif
 }

@@ -49,16 +49,18 @@ from quire_kernels.shared_blocks import SharedBlocks
 from quire_kernels.states import StateRows
 from quire_kernels.store import load_rows, store_columns, store_rows
 from quire_kernels.streams import gaussian_topk, match_rms, mix_streams, row_moments
+from quire_kernels.sum_rows import sum_rows
 
 __all__ = [
     "AttentionPlan", "DraftState", "ExpertsLora", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight",
     "LoraRows", "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording", "SharedBlocks",
-    "StandingPlan", "StateRows", "activate_and_mul", "add_layer_norm", "add_residual", "add_rms_norm", "advance_drafts",
-    "apply_token_bitmask", "argmax", "causal_conv", "combine_experts", "embedding", "expert_results",
-    "gated_delta_rule", "gated_rms_norm", "gaussian_topk", "gelu_tanh_and_mul", "grouped_topk", "head_linear",
-    "layer_norm", "linear", "load_rows", "match_rms", "mix_streams", "pack_experts", "pack_grouped", "pack_head_linear",
-    "pack_linear", "pack_lora", "paged_attention", "plan_attention", "probabilities", "quantize_grouped", "record",
-    "rms_norm", "rope_and_cache", "routed_experts", "row_moments", "sample", "scale_rows", "selective_scan",
-    "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space", "store_columns", "store_rows",
-    "sum_results", "token_probabilities", "topk_softmax", "weight_rows", "xielu",
+    "StandingPlan", "StateRows", "activate_and_mul", "add_layer_norm", "add_residual", "add_rms_norm",
+    "advance_drafts", "apply_token_bitmask", "argmax", "causal_conv", "combine_experts", "embedding",
+    "expert_results", "gated_delta_rule", "gated_rms_norm", "gaussian_topk", "gelu_tanh_and_mul", "grouped_topk",
+    "head_linear", "layer_norm", "linear", "load_rows", "match_rms", "mix_streams", "pack_experts", "pack_grouped",
+    "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention", "probabilities",
+    "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "row_moments", "sample",
+    "scale_rows", "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space",
+    "store_columns", "store_rows", "sum_results", "sum_rows", "token_probabilities", "topk_softmax", "weight_rows",
+    "xielu",
 ]  # fmt: skip

@@ -26,9 +26,9 @@ from quire_engine.tasks.reading import read_modules
 
 Int64Array = npt.NDArray[np.int64]
 
-FIXED_POINT, WEIGHTED_FIXED_POINT = float(1 << 26), float(1 << 18)
-"""Hidden states are rounded to multiples of its inverse before they are summed: sums of integers do not depend on the
-order, and so not on the chunks. In float64 they are exact below 2^53."""
+FIXED_POINT = float(1 << 18)
+"""Hidden states are rounded to multiples of its inverse before weighted ones are summed: sums of integers do not depend
+on the order, and so not on the chunks. In float64 they are exact below 2^53."""
 
 
 class Pool:
@@ -67,31 +67,38 @@ class FirstPool(Pool):
         return self._first_E
 
 
-class SumPool(Pool):
-    """A mean over all tokens; `WEIGHTED_MEAN` weighs each by its position, from 1."""
+class MeanPool(Pool):
+    """A mean over all tokens. It takes sums of hidden states, which are computed for all requests of a step at once."""
 
     _sum: torch.Tensor | None = None
     _weight = 0
 
-    def __init__(self, params: PoolingParams) -> None:
-        super().__init__(params)
-        self._is_weighted = params.pooling_type == "WEIGHTED_MEAN"
-        self._scale = WEIGHTED_FIXED_POINT if self._is_weighted else FIXED_POINT
-
-    def add(self, hidden_TE: torch.Tensor, token_ids_T: Int64Array, start: int) -> None:
-        number = len(hidden_TE)
-        fixed_TE = hidden_TE.double().mul_(self._scale).round_()
-        if self._is_weighted:
-            weights_T = torch.arange(start + 1, start + number + 1, dtype=torch.float64, device=hidden_TE.device)
-            fixed_TE *= weights_T.unsqueeze(-1)
-        self._weight += number * (2 * start + number + 1) // 2 if self._is_weighted else number
-        new_E = fixed_TE.sum(0)
-        self._sum = new_E if self._sum is None else self._sum + new_E
+    def add_sum(self, sum_E: torch.Tensor, weight: int) -> None:
+        """Take the sum of the hidden states of the next positions, and how many they are."""
+        self._sum = sum_E if self._sum is None else self._sum + sum_E
+        self._weight += weight
 
     def result(self) -> torch.Tensor:
         assert self._sum is not None
         divisor = self._weight**0.5 if self.params.pooling_type == "MEAN_SQRT_LEN" else self._weight
-        return (self._sum / (divisor * self._scale)).float()
+        return (self._sum / divisor).float()
+
+
+class WeightedPool(Pool):
+    """A mean that weighs each token by its position, from 1."""
+
+    def __init__(self, params: PoolingParams) -> None:
+        super().__init__(params)
+        self._mean = MeanPool(params)
+
+    def add(self, hidden_TE: torch.Tensor, token_ids_T: Int64Array, start: int) -> None:
+        end = start + len(hidden_TE)
+        weights_T = torch.arange(start + 1, end + 1, dtype=torch.float64, device=hidden_TE.device)
+        fixed_TE = (hidden_TE.double() * FIXED_POINT).round_() * weights_T.unsqueeze(-1)
+        self._mean.add_sum(fixed_TE.sum(0) / FIXED_POINT, (end - start) * (start + end + 1) // 2)
+
+    def result(self) -> torch.Tensor:
+        return self._mean.result()
 
 
 class MaxPool(Pool):
@@ -126,7 +133,7 @@ class RowsPool(Pool):
 
 
 POOLS: dict[str, Callable[[PoolingParams], Pool]] = {
-    "LAST": LastPool, "CLS": FirstPool, "MEAN": SumPool, "MEAN_SQRT_LEN": SumPool, "WEIGHTED_MEAN": SumPool,
+    "LAST": LastPool, "CLS": FirstPool, "MEAN": MeanPool, "MEAN_SQRT_LEN": MeanPool, "WEIGHTED_MEAN": WeightedPool,
     "MAX": MaxPool, "ALL": RowsPool, "STEP": RowsPool,
 }  # fmt: skip
 """By `pooling_type`."""

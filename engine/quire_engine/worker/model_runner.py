@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import torch
+from quire_kernels import sum_rows
 
 from quire_engine.device.transfer import CPU, upload
 from quire_engine.distributed import ParallelState
@@ -16,7 +17,7 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.step_context import KVCaches
 from quire_engine.sampling import Sampler, SamplerOutput
 from quire_engine.sampling.logprobs import compute_prompt_logprobs
-from quire_engine.tasks.pooler import Pooler
+from quire_engine.tasks.pooler import MeanPool, Pooler
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.sampling_inputs import sampling_metadata
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -227,11 +228,17 @@ class ModelRunner:
         if not self.parallel.is_output_rank:
             return results
         starts, ends = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist()
+        sums_SE: torch.Tensor | None = None
         for i, slot in enumerate(inputs.slots.tolist()):
             pool = self.batch.pools.get(slot)
             if pool is not None:
                 first, last = starts[i], starts[i + 1]
-                pool.add(hidden_TE[first:last], inputs.token_ids[first:last], ends[i] - (last - first))
+                if isinstance(pool, MeanPool):
+                    if sums_SE is None:
+                        sums_SE = sum_rows(hidden_TE, torch.from_numpy(inputs.query_start_loc))
+                    pool.add_sum(sums_SE[i], last - first)
+                else:
+                    pool.add(hidden_TE[first:last], inputs.token_ids[first:last], ends[i] - (last - first))
                 if ends[i] == self.batch.num_prompt_tokens[slot]:
                     results[inputs.request_ids[i]] = self.pooler.finish(pool)
         return results
