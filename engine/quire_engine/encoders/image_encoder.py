@@ -294,18 +294,18 @@ class ImageEncoder:
             os.ftruncate(memory, 0)
             self._free.put(memory)
         layout, before, after, frame_interval = prepared.layout, "", "", 1.0
-        expanded: str | list[int]
+        token_ids: list[int]
         if job.frame_bytes is not None:
-            before, expanded, grid, frame_interval, after = self._family.expand_video(
+            before, text, grid, frame_interval, after = self._family.expand_video(
                 layout, prepared.seconds, prepared.fps, self._image_token, self.placeholders["video"]
             )
-            expanded = self._tokenizer.encode(expanded, add_special_tokens=False)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         else:
             expanded, grid = self._family.expand(layout, self._image_token), self._family.grid(layout)
-        if isinstance(expanded, str):
-            before, after = expanded[: len(expanded) - len(expanded.lstrip())], expanded[len(expanded.rstrip()) :]
-            expanded = self._tokenizer.encode(expanded.strip(), add_special_tokens=False)
-        token_ids = list(expanded)
+            if isinstance(expanded, str):
+                before, after = expanded[: len(expanded) - len(expanded.lstrip())], expanded[len(expanded.rstrip()) :]
+                expanded = self._tokenizer.encode(expanded.strip(), add_special_tokens=False)
+            token_ids = list(expanded)
         places = sum(map(token_ids.count, self._state_ids))
         if places != num_states:
             raise _failure(f"it has {num_states} hidden states for {places} tokens", job)
@@ -426,7 +426,7 @@ def _content_of(image: Any) -> tuple[bytes, processing.Job]:
     job = processing.Job(processing.VIDEO_SECONDS, -1, 0, frame_bytes=[], fps=image.fps)
     try:
         check_number(len(image.frames))
-        contents = []
+        contents: list[bytes] = []
         for number, frame in enumerate(image.frames, 1):
             content, size = _image_content(frame)
             if contents and size != job.size:

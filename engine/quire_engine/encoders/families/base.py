@@ -82,13 +82,13 @@ class ImageFamily(Protocol):
     def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
         """What the tower takes, of frames of one size, and the layout that `expand_video` takes; `processor` is the
         image processor with a video's settings."""
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} takes no videos")
 
     def expand_video(
         self, layout: Sequence[int], seconds: Sequence[float], fps: float, image_token: str, video_token: str
     ) -> "ExpandedVideo":
         """The tokens of a video whose frames are shown at `seconds`, `fps` in each second."""
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} takes no videos")
 
     def tower(self) -> "nn.Module":
         """The model, in torch's default dtype and device; its `forward` takes the arrays as tensors, and returns

@@ -1,12 +1,11 @@
 """The tower of Gemma 4 (https://huggingface.co/docs/transformers/model_doc/gemma4): patches of an image of any size,
 whose columns and rows rotate halves of queries and keys; a pool over squares of patches, and a projection."""
 
-from functools import partial
-
 import torch
+from quire_kernels import activate_and_mul
 from torch import nn
 
-from quire_engine.encoders.towers.layers import GatedMLP, Linear, RMSNorm, attend
+from quire_engine.encoders.towers.layers import Linear, RMSNorm, attend
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
 
@@ -71,6 +70,22 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return states * cos + torch.cat((-second, first, -fourth, third), -1) * sin
 
 
+class GatedMLP(nn.Module):
+    """A gated feed-forward of layers that may be clipped, each with bounds of its own."""
+
+    def __init__(self, size: int, inner_size: int, activation: str, is_clipped: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (ClippedLinear(size, inner_size, is_clipped) for _ in range(2))
+        self.down_proj = ClippedLinear(inner_size, size, is_clipped)
+        self._activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, E] → [n, E]"""
+        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        found: torch.Tensor = self.down_proj(activate_and_mul(gate, self._activation, up))
+        return found
+
+
 class Layer(nn.Module):
     """Attention and feed-forward on a residual stream, with norms before and after each."""
 
@@ -79,8 +94,8 @@ class Layer(nn.Module):
         size, eps = fields.integer("hidden_size", 1, MAX_SIZE, 768), fields.positive("rms_norm_eps", 1e-6)
         activation = ACTIVATIONS[fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")]
         inner = fields.integer("intermediate_size", 1, MAX_SIZE, 3072)
-        linear = partial(ClippedLinear, is_clipped=fields.boolean("use_clipped_linears", False))
-        self.self_attn, self.mlp = Attention(fields), GatedMLP(size, inner, activation, linear)
+        is_clipped = fields.boolean("use_clipped_linears", False)
+        self.self_attn, self.mlp = Attention(fields), GatedMLP(size, inner, activation, is_clipped)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quire_engine.encoders.towers.layers import MLP, LayerNorm, Linear, RMSNorm, attend, shuffle
+from quire_engine.encoders.towers.layers import MLP, QKV, LayerNorm, Linear, RMSNorm, attend, shuffle
 from quire_engine.encoders.towers.siglip import Patches
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self._num_heads = fields.integer("num_attention_heads", 1, size)
         if size % self._num_heads:
             raise fields.error("num_attention_heads", f"a divisor of hidden_size={size}")
-        self.q_proj, self.k_proj, self.v_proj = (Linear(size, size, bias) for _ in range(3))
+        self.qkv_proj = Linear(size, 3 * size, bias, merges=QKV)
         self.projection_layer = Linear(size, size)
         has_norms = fields.boolean("use_qk_norm", False)
         self.q_norm, self.k_norm = (RMSNorm(size, 1e-6) if has_norms else nn.Identity() for _ in range(2))
@@ -55,9 +55,10 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tiles, rows, E] → the same"""
         shape = (*hidden.shape[:2], self._num_heads, -1)
-        queries, keys = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
+        queries, keys, values = self.qkv_proj(hidden).chunk(3, -1)
+        queries, keys = self.q_norm(queries), self.k_norm(keys)
         projected: torch.Tensor = self.projection_layer(
-            attend(queries.view(shape), keys.view(shape), self.v_proj(hidden).view(shape))
+            attend(queries.reshape(shape), keys.reshape(shape), values.reshape(shape))
         )
         return projected
 

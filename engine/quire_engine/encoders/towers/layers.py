@@ -1,23 +1,37 @@
 """Layers of towers: linear layers and norms in our kernels, and attention in which each patch sees all."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
-from quire_kernels import LinearWeight, activate_and_mul, layer_norm, linear, rms_norm
+from quire_kernels import LinearWeight, layer_norm, linear, rms_norm
 from torch import nn
 
 from quire_engine.models.linear import LinearMethod, LoadedLinear
 
+QKV = ("q_proj", "k_proj", "v_proj")
+"""What the projections of attention are called, which are computed as one."""
 QUICK_GELU = "quick_gelu"
 """x · sigmoid(1.702 x), CLIP's activation (https://github.com/openai/CLIP)."""
 
 
 class Linear(nn.Module):
-    """`activation(x · Wᵀ + bias)`; without an activation where it is empty."""
+    """`activation(x · Wᵀ + bias)`; without an activation where it is empty.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str = "") -> None:
+    Args:
+        in_features, out_features: numbers of features.
+        bias: whether there is one.
+        activation: of the result, or of its first half if it is gated.
+        merges: the layers of the checkpoint that are computed as one; each has an equal part of the output features.
+        is_gated: the result is half as long, `activation(first half) * second half`.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, activation: str = "",
+        merges: Sequence[str] = (), is_gated: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.merges, self._is_gated = tuple(merges), is_gated
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self._activation = activation
@@ -29,13 +43,14 @@ class Linear(nn.Module):
         self._packed = method.pack(
             LoadedLinear(
                 tensors={"weight": weight}, sizes=[len(weight)], bias=bias, dtype=weight.dtype, activation_bits=8,
-                gated=False, activation=self._activation or "silu", activates=bool(self._activation), asymmetric=True,
+                gated=self._is_gated, activation=self._activation or "silu",
+                activates=bool(self._activation) and not self._is_gated, asymmetric=True,
             )
         )  # fmt: skip
         self.weight.data = weight.new_empty(0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[…, K] → […, N]"""
+        """[…, K] → […, N], or half of it if it is gated"""
         assert self._packed is not None
         result = linear(hidden.reshape(-1, hidden.shape[-1]), self._packed)
         return result.view(*hidden.shape[:-1], -1)
@@ -91,20 +106,16 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """A gated feed-forward, of layers that `linear` makes of their numbers of features."""
+    """A gated feed-forward."""
 
-    def __init__(
-        self, size: int, inner_size: int, activation: str, linear: Callable[[int, int], nn.Module] = Linear
-    ) -> None:
+    def __init__(self, size: int, inner_size: int, activation: str, bias: bool = True) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (linear(size, inner_size) for _ in range(2))
-        self.down_proj = linear(inner_size, size)
-        self._activation = activation
+        self.gate_up_proj = Linear(size, 2 * inner_size, bias, activation, ("gate_proj", "up_proj"), is_gated=True)
+        self.down_proj = Linear(inner_size, size, bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, E] → [n, E]"""
-        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-        found: torch.Tensor = self.down_proj(activate_and_mul(gate, self._activation, up))
+        found: torch.Tensor = self.down_proj(self.gate_up_proj(hidden))
         return found
 
 

@@ -2,12 +2,11 @@
 columns rotate queries and keys; root mean square norms and gated feed-forward."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
 
-from quire_engine.encoders.towers.layers import GatedMLP, Linear, RMSNorm, attend, features_of
+from quire_engine.encoders.towers.layers import QKV, GatedMLP, Linear, RMSNorm, attend, features_of
 from quire_engine.encoders.towers.siglip import Patches
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
@@ -20,13 +19,12 @@ class PixtralAttention(nn.Module):
 
     def __init__(self, size: int, num_heads: int) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(size, size, bias=False) for _ in range(4))
+        self.qkv_proj, self.o_proj = Linear(size, 3 * size, bias=False, merges=QKV), Linear(size, size, bias=False)
         self._num_heads = num_heads
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[1, rows, E] and [rows, 1, D] → [1, rows, E]"""
-        shape = (*hidden.shape[:2], self._num_heads, -1)
-        queries, keys, values = (part(hidden).view(shape) for part in (self.q_proj, self.k_proj, self.v_proj))
+        queries, keys, values = self.qkv_proj(hidden).view(*hidden.shape[:2], 3, self._num_heads, -1).unbind(2)
         queries, keys = (states * cos + _rotate_half(states) * sin for states in (queries, keys))
         projected: torch.Tensor = self.o_proj(attend(queries, keys, values))
         return projected
@@ -50,7 +48,7 @@ class PixtralLayer(nn.Module):
         self.attention_norm, self.ffn_norm = RMSNorm(size, EPS), RMSNorm(size, EPS)
         self.attention = PixtralAttention(size, heads)
         inner = fields.integer("intermediate_size", 1, MAX_SIZE)
-        self.feed_forward = GatedMLP(size, inner, activation, partial(Linear, bias=False))
+        self.feed_forward = GatedMLP(size, inner, activation, bias=False)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[1, rows, E] → the same"""

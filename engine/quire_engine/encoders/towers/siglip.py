@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire_engine.encoders.towers.layers import MLP, QUICK_GELU, LayerNorm, Linear, attend
+from quire_engine.encoders.towers.layers import MLP, QKV, QUICK_GELU, LayerNorm, Linear, attend
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
 
@@ -31,14 +31,13 @@ class SiglipAttention(nn.Module):
 
     def __init__(self, size: int, num_heads: int) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (Linear(size, size) for _ in range(3))
+        self.qkv_proj = Linear(size, 3 * size, merges=QKV)
         self.out_proj = Linear(size, size)
         self._num_heads = num_heads
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[images, rows, E] → [images, rows, E]"""
-        shape = (*hidden.shape[:2], self._num_heads, -1)
-        queries, keys, values = (part(hidden).view(shape) for part in (self.q_proj, self.k_proj, self.v_proj))
+        queries, keys, values = self.qkv_proj(hidden).view(*hidden.shape[:2], 3, self._num_heads, -1).unbind(2)
         projected: torch.Tensor = self.out_proj(attend(queries, keys, values, mask))
         return projected
 
