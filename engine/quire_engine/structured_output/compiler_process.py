@@ -226,12 +226,7 @@ class CompilerProcess:
             with theirs, self._lock:
                 if self._closing.is_set():
                     return None
-                # It forks, and so must not have threads.
-                threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-                module = "quire_engine.structured_output.compiler"
-                process = self._process = start_module(
-                    module, self._arguments, stdout=theirs.fileno(), environment=threads
-                )
+                process = self._process = self._start(theirs.fileno())
                 self._control = ours
             was_ready, error = False, None
             try:
@@ -261,12 +256,16 @@ class CompilerProcess:
             return None
         return delay
 
+    def _start(self, control: int) -> "subprocess.Popen[bytes]":
+        # It forks, and so must not have threads.
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        module = "quire_engine.structured_output.compiler"
+        return start_module(module, self._arguments, stdout=control, environment=threads)
+
     def _await_ready(self, control: socket.socket) -> str | None:
         """Wait until the process has started. Returns an error if it can never work. Raises ConnectionError if the
         process has died, or hangs."""
-        self.may_import.wait()
-        with contextlib.suppress(Exception):  # it fails again below, where that can be reported
-            import quire_engine.structured_output.xgrammar  # noqa: F401
+        self._on_start()
         control.settimeout(START_SECONDS)
         try:
             message, descriptors, *_ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1)
@@ -278,15 +277,9 @@ class CompilerProcess:
             return message.decode(errors="replace")
         (vocabulary,) = descriptors
         try:
-            from quire_engine.structured_output.xgrammar import xgrammar
-
-            text = read_file(vocabulary).decode()
-            self._tokenizer_info = self._tokenizer_info or xgrammar.TokenizerInfo.deserialize_json(text)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return self._on_ready(read_file(vocabulary).decode())
         finally:
             os.close(vocabulary)
-        return None
 
     def _serve(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
         """Have jobs started and take their results, until the process ends or hangs."""
@@ -329,6 +322,21 @@ class CompilerProcess:
                 self._on_result(_explain(job.request, exit_code))
         with self._lock:
             _close(self._jobs.pop(job_id))
+
+    def _on_start(self) -> None:
+        self.may_import.wait()
+        with contextlib.suppress(Exception):  # `_on_ready` fails of the same, and can report it
+            import quire_engine.structured_output.xgrammar  # noqa: F401
+
+    def _on_ready(self, tokenizer_info: str) -> str | None:
+        """Take the vocabulary, which the process sends when it has started. Returns an error, if any."""
+        try:
+            from quire_engine.structured_output.xgrammar import xgrammar
+
+            self._tokenizer_info = self._tokenizer_info or xgrammar.TokenizerInfo.deserialize_json(tokenizer_info)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def _on_result(self, result: CompileResult) -> None:
         grammar: SharedGrammar | GrammarError
