@@ -26,6 +26,7 @@ from quire_engine.models.families import (
     nemotron,
     nemotron_h,
     qwen,
+    zamba,
 )
 from quire_engine.models.options import ModelOptions
 
@@ -41,27 +42,26 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         gemma.gemma4_unified, gemma.vaultgemma, glm.glm, glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v,
         glm.glm4v_moe, glm.glm_moe_dsa,
         gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, gpt_oss.gpt_oss,
-        granite.granitemoe, granite.granitemoehybrid, granite.granitemoeshared, hunyuan.hunyuan_v1_dense,
-        hunyuan.hunyuan_v1_moe, kimi.kimi_linear, lfm.lfm2, lfm.lfm2_moe, llama.granite, llama.helium, llama.llama,
-        llama.llama4,
+        granite.granitemoe, granite.granitemoehybrid, granite.granitemoeshared,
+        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, kimi.kimi_linear, lfm.lfm2, lfm.lfm2_moe,
+        llama.granite, llama.helium, llama.llama, llama.llama4,
         llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe,
         llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, mamba.bamba, mamba.falcon_h1, mamba.falcon_mamba,
         mamba.jamba, mamba.mamba, mamba.mamba2, nemotron.apertus, nemotron.arcee, nemotron.nemotron,
         nemotron_h.nemotron_h, qwen.mellum, qwen.mimo, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe,
-        qwen.qwen2_vl, qwen.qwen3_vl, qwen.qwen3_vl_moe,
+        qwen.qwen2_vl, qwen.qwen3_vl, qwen.qwen3_vl_moe, zamba.zamba2,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **bert.DEFAULTS, **cohere.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **exaone.DEFAULTS,
     **gated_delta.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_neox.DEFAULTS, **gpt_oss.DEFAULTS,
-    **granite.DEFAULTS, **hunyuan.DEFAULTS, **kimi.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS, **mamba.DEFAULTS,
-    **nemotron.DEFAULTS,
-    **nemotron_h.DEFAULTS, **qwen.DEFAULTS,
+    **granite.DEFAULTS, **hunyuan.DEFAULTS, **kimi.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS,
+    **mamba.DEFAULTS, **nemotron.DEFAULTS, **nemotron_h.DEFAULTS, **qwen.DEFAULTS, **zamba.DEFAULTS,
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gemma.ALIASES, **gpt_neox.ALIASES, **kimi.ALIASES,
-    **lfm.ALIASES, **mamba.ALIASES, **nemotron.ALIASES, **nemotron_h.ALIASES,
+    **lfm.ALIASES, **mamba.ALIASES, **nemotron.ALIASES, **nemotron_h.ALIASES, **zamba.ALIASES,
 }  # fmt: skip
 """Names of fields in a family's files → those in most."""
 ARCHITECTURES = {
@@ -161,6 +161,7 @@ ARCHITECTURES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
+    "Zamba2ForCausalLM": "zamba2",
 }
 """Architecture → family."""
 OTHER_NAMES = {

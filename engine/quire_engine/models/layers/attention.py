@@ -108,8 +108,22 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
         `paged_attention`."""
+        qkv_TQ = self.qkv_proj(hidden_TE)
+        heads_TV = self.attend(qkv_TQ, key_cache_NKBD, value_cache_NKBD, context, position_bias_HR)
+        out_TE: torch.Tensor = self.o_proj(heads_TV)
+        return out_TE
+
+    def attend(
+        self,
+        qkv_TQ: torch.Tensor,
+        key_cache_NKBD: torch.Tensor,
+        value_cache_NKBD: torch.Tensor,
+        context: StepContext,
+        position_bias_HR: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What `qkv_proj` has computed -> the heads before `o_proj`, side by side."""
         sizes = [self.head_size * heads for heads in self.qkv_proj.heads]
-        q, *projected = self.qkv_proj(hidden_TE).split(sizes, dim=-1)
+        q, *projected = qkv_TQ.split(sizes, dim=-1)
         gate = None
         if self.has_gates:
             q, gate = q.chunk(2, dim=-1)
@@ -158,6 +172,5 @@ class Attention(nn.Module):
                 query_THD[both.rows], block_table_SM=both.block_table, query_start_loc=both.query_start_loc,
                 seq_lens=both.seq_lens, plan=both.plans.get(self.spec), is_causal=False,
             )  # fmt: skip
-        heads = out_THD.flatten(1)
-        out_TE: torch.Tensor = self.o_proj(heads if gate is None else activate_and_mul(gate, "sigmoid", heads))
-        return out_TE
+        heads_TV = out_THD.flatten(1)
+        return heads_TV if gate is None else activate_and_mul(gate, "sigmoid", heads_TV)
