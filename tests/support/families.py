@@ -112,6 +112,7 @@ FAMILIES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
+    "Zamba2ForCausalLM": "zamba2",
 }
 """Architecture → its checkpoint among the oracle's, which two ranks and two stages can share."""
 COLUMNS = ("exact", "tensor parallel", "pipeline parallel", "int8", "speculation", "prefix caching", "replay")

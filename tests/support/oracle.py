@@ -672,6 +672,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1, "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 38,
         "pad_token_id": None, "layer_types": ["conv", "full_attention", "conv", "conv"],
     },
+    "zamba2": {  # two blocks of three layers that see them, of which the first has two
+        "model_type": "zamba2", "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32,
+        "intermediate_size": 100, "num_hidden_layers": 5, "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 20,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+        "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 12, "use_mem_rope": True,
+        "time_step_min": 1e-9, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "tie_word_embeddings": True, "pad_token_id": None, "initializer_range": 0.1,
+    },
+    "zamba2-plain": {
+        "model_type": "zamba2", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 3, "n_mamba_heads": 6, "mamba_d_state": 20,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid"], "adapter_rank": 12, "add_bias_linear": True,
+        "time_step_min": 1e-9, "tie_word_embeddings": True, "pad_token_id": None, "initializer_range": 0.1,
+    },
     "gemma2": {
         "model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "num_hidden_layers": 3, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
@@ -828,7 +842,8 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
              "router_norm.weight", "correct_output_scale", "laurel_norm.weight", "per_layer_input_norm.weight",
              ".per_expert_scale", "linear_attn.norm.weight", "linear_attn.o_norm.weight", "q_layernorm.weight",
              "self_attn.o_norm.weight",
-             "k_layernorm.weight", "operator_norm.weight", "ffn_norm.weight")
+             "k_layernorm.weight", "operator_norm.weight", "ffn_norm.weight",
+             "shared_transformer.input_layernorm.weight", "shared_transformer.pre_ff_layernorm.weight")
         ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter_name.endswith("experts.down_proj") and model.config.model_type == "phimoe":

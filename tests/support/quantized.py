@@ -80,6 +80,11 @@ SIZES: dict[str, dict[str, Any]] = {
         **HYBRID, "intermediate_size": 96, "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1,
         "num_experts": 3, "mamba_d_state": 16, "mamba_dt_rank": 16,
     },
+    "zamba2": {
+        **HYBRID, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "n_mamba_heads": 8,
+        "mamba_ngroups": 2, "mamba_d_state": 16, "layers_block_type": ["linear_attention", "hybrid"], "adapter_rank": 8,
+        "use_shared_attention_adapter": True, "tie_word_embeddings": True,
+    },
     "bamba": {**HYBRID, **MAMBA, "intermediate_size": 96, "attn_layer_indices": [1]},
     "olmo_hybrid": {**HYBRID, **GATED_DELTA, "linear_num_key_heads": 8, "intermediate_size": 96, "eos_token_id": 1},
 }  # fmt: skip

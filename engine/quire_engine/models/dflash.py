@@ -121,7 +121,9 @@ class DFlash(Decoder):
             assert isinstance(layer, DecoderLayer)
             assert isinstance(layer.self_attn, Attention)
             key_cache, value_cache = kv_caches[index]
-            layer.self_attn.write_cache(feature_TE, key_cache, value_cache, context.for_layer(index))
+            layer.self_attn.write_cache(
+                layer.self_attn.qkv_proj(feature_TE), key_cache, value_cache, context.for_layer(index)
+            )
 
     def run(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
         """Blocks, [T] -> [T, E]; overwrites what the caches have in their places."""

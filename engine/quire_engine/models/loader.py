@@ -34,6 +34,7 @@ from quire_engine.models.mapped import HugePages
 from quire_engine.models.options import AttentionOptions, ExpertsOptions
 from quire_engine.models.packed_values import moved
 from quire_engine.models.progress import LoadProgress
+from quire_engine.models.shared_transformer import SharedTransformerDecoder
 from quire_engine.models.weight_cache import WeightCache
 from quire_engine.system.memory import trim_heap
 
@@ -48,8 +49,15 @@ DUMMY_STD = 0.02
 
 def new_model(config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> Decoder:
     """A model whose tensors are not loaded."""
-    kind = Decoder if config.options.altup is None else AltUpDecoder
-    return (kind if config.options.encoder is None else Encoder)(config, max_model_len, parallel)
+    kind: type[Decoder] = Decoder
+    options = config.options
+    if options.encoder is not None:
+        kind = Encoder
+    elif options.altup is not None:
+        kind = AltUpDecoder
+    elif options.shared_transformer is not None:
+        kind = SharedTransformerDecoder
+    return kind(config, max_model_len, parallel)
 
 
 def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = False) -> dict[str, StoredTensor]:

@@ -211,6 +211,8 @@ class MambaOptions:
     """The result is normed with its gate; else the gate alone multiplies it."""
     gates_first: bool = True
     """The gate multiplies before the norm."""
+    norm_eps: float | None = None
+    """Epsilon of this norm; None: as in the other norms."""
     dt_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
@@ -485,6 +487,18 @@ class AltUpOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedTransformerOptions:
+    """The layers with attention share blocks of attention and feed-forward, each block in turn
+    (`models/shared_transformer.py`)."""
+
+    num_blocks: int
+    rank: int
+    """Of the products that each layer adds to the input projections of its block's feed-forward."""
+    adapts_attention: bool
+    """Each layer adds such products to queries, keys and values, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """A model."""
 
@@ -495,6 +509,8 @@ class ModelOptions:
     layer_inputs: LayerInputOptions | None = None
     altup: AltUpOptions | None = None
     """None: there is one residual stream."""
+    shared_transformer: SharedTransformerOptions | None = None
+    """None: no layers share weights."""
     layer_scales: bool = False
     """Each layer has a number that multiplies the residual stream after it."""
     residual_multiplier: float = 1.0

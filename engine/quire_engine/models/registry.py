@@ -26,12 +26,13 @@ from quire_engine.models.families import (
     nemotron,
     nemotron_h,
     qwen,
+    zamba,
 )
 from quire_engine.models.options import ModelOptions
 
 MODULES = (
     bert, cohere, deepseek, ernie, exaone, gated_delta, gemma, glm, gpt_neox, gpt_oss, granite, hunyuan, kimi, lfm,
-    llama, mamba, nemotron, nemotron_h, qwen,
+    llama, mamba, nemotron, nemotron_h, qwen, zamba,
 )  # fmt: skip
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus",
@@ -131,6 +132,7 @@ ARCHITECTURES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
+    "Zamba2ForCausalLM": "zamba2",
 }
 """Architecture → family."""
 OTHER_NAMES = {

@@ -98,17 +98,60 @@ class Attention(nn.Module):
         assert self.rope_dimensions is not None
         return self.cos_sin.gather(0, positions_3T[self.rope_dimensions].T)
 
-    def write_cache(
+    def forward(
         self,
         hidden_TE: torch.Tensor,
         key_cache_NKBD: torch.Tensor,
         value_cache_NKBD: torch.Tensor,
         context: StepContext,
+        position_bias_HR: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
+        `paged_attention`."""
+        qkv_TQ = self.qkv_proj(hidden_TE)
+        heads_TV = self.attend(qkv_TQ, key_cache_NKBD, value_cache_NKBD, context, position_bias_HR)
+        out_TE: torch.Tensor = self.o_proj(heads_TV)
+        return out_TE
+
+    def attend(
+        self,
+        qkv_TQ: torch.Tensor,
+        key_cache_NKBD: torch.Tensor,
+        value_cache_NKBD: torch.Tensor,
+        context: StepContext,
+        position_bias_HR: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What `qkv_proj` has computed -> the heads before `o_proj`, side by side."""
+        query_THD, gate = self.write_cache(qkv_TQ, key_cache_NKBD, value_cache_NKBD, context)
+        attend = partial(
+            paged_attention, key_cache_NKBD=key_cache_NKBD, value_cache_NKBD=value_cache_NKBD, scale=self.scale,
+            window=self.spec.signed_window, soft_cap=self.soft_cap,
+            sinks_H=None if self.sinks is None else self.sinks.weight, position_bias_HR=position_bias_HR,
+        )  # fmt: skip
+        out_THD = attend(
+            query_THD, block_table_SM=context.block_table, query_start_loc=context.query_start_loc,
+            seq_lens=context.seq_lens, plan=context.plans.get(self.spec), is_causal=self.spec.is_causal,
+        )  # fmt: skip
+        both = context.bidirectional
+        if both is not None and self.has_bidirectional_parts:
+            out_THD[both.rows] = attend(
+                query_THD[both.rows], block_table_SM=both.block_table, query_start_loc=both.query_start_loc,
+                seq_lens=both.seq_lens, plan=both.plans.get(self.spec), is_causal=False,
+            )  # fmt: skip
+        heads_TV = out_THD.flatten(1)
+        return heads_TV if gate is None else activate_and_mul(gate, "sigmoid", heads_TV)
+
+    def write_cache(
+        self,
+        qkv_TQ: torch.Tensor,
+        key_cache_NKBD: torch.Tensor,
+        value_cache_NKBD: torch.Tensor,
+        context: StepContext,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, in_features] -> queries, [T, H, D], and the gates of their outputs, if there are any; writes this step's
-        keys and values to the cache."""
+        """What `qkv_proj` has computed -> queries, [T, H, D], and the gates of their outputs, if there are any; writes
+        this step's keys and values to the cache."""
         sizes = [self.head_size * heads for heads in self.qkv_proj.heads]
-        q, *projected = self.qkv_proj(hidden_TE).split(sizes, dim=-1)
+        q, *projected = qkv_TQ.split(sizes, dim=-1)
         gate = None
         if self.has_gates:
             q, gate = q.chunk(2, dim=-1)
@@ -143,33 +186,3 @@ class Attention(nn.Module):
         if late_norm is not None:
             query_THD = rms_norm(query_THD.flatten(0, 1), late_norm, self.eps).view(query_THD.shape)
         return query_THD, gate
-
-    def forward(
-        self,
-        hidden_TE: torch.Tensor,
-        key_cache_NKBD: torch.Tensor,
-        value_cache_NKBD: torch.Tensor,
-        context: StepContext,
-        position_bias_HR: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
-        `paged_attention`."""
-        query_THD, gate = self.write_cache(hidden_TE, key_cache_NKBD, value_cache_NKBD, context)
-        attend = partial(
-            paged_attention, key_cache_NKBD=key_cache_NKBD, value_cache_NKBD=value_cache_NKBD, scale=self.scale,
-            window=self.spec.signed_window, soft_cap=self.soft_cap,
-            sinks_H=None if self.sinks is None else self.sinks.weight, position_bias_HR=position_bias_HR,
-        )  # fmt: skip
-        out_THD = attend(
-            query_THD, block_table_SM=context.block_table, query_start_loc=context.query_start_loc,
-            seq_lens=context.seq_lens, plan=context.plans.get(self.spec), is_causal=self.spec.is_causal,
-        )  # fmt: skip
-        both = context.bidirectional
-        if both is not None and self.has_bidirectional_parts:
-            out_THD[both.rows] = attend(
-                query_THD[both.rows], block_table_SM=both.block_table, query_start_loc=both.query_start_loc,
-                seq_lens=both.seq_lens, plan=both.plans.get(self.spec), is_causal=False,
-            )  # fmt: skip
-        heads = out_THD.flatten(1)
-        out_TE: torch.Tensor = self.o_proj(heads if gate is None else activate_and_mul(gate, "sigmoid", heads))
-        return out_TE

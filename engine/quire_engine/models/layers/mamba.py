@@ -31,7 +31,7 @@ class Mamba(nn.Module):
 
     def __init__(self, config: CheckpointConfig, options: MambaOptions, parallel: ParallelState) -> None:
         super().__init__()
-        self.options, self.eps, self.group = options, config.rms_norm_eps, parallel.tensor_group
+        self.options, self.eps, self.group = options, options.norm_eps or config.rms_norm_eps, parallel.tensor_group
         num_heads, head_size, state_size = options.num_heads, options.head_size, options.state_size
         size, group_size = num_heads * head_size, options.num_groups * state_size
         unit = {"z_proj": head_size, "x_proj": head_size, "b_proj": state_size, "c_proj": state_size}

@@ -31,7 +31,7 @@ WHOLE = ParallelState()
 SECOND = ParallelState(rank=1, tensor_parallel_size=2)
 HYBRIDS = [
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1", "jamba",
-    "bamba", "olmo_hybrid",
+    "bamba", "olmo_hybrid", "zamba2",
 ]  # fmt: skip
 """Families with recurrent layers."""
 HYBRID_FORMS = ["gptq-32-asym", "gptq-act-order", "awq", "packed-asym"]
