@@ -25,6 +25,7 @@ NAMES = (
     (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".mlp.gate."),
+    (".block_sparse_moe.experts.", ".mlp.experts."),  # of adapters
 )
 FUSED = (*MAMBA_FUSED, ("gate_up_proj", ("gate_proj", "up_proj")))
 

@@ -104,3 +104,14 @@ def test_no_memory_is_set_aside_for_experts(checkpoint: Callable[[str], Path]) -
     config = CheckpointConfig.from_folder(checkpoint("qwen3-moe"))
     layers = adaptable_layers(build(lambda: new_model(config, 1), torch.float32, META))
     assert {name.split(".")[2] for layer in layers for name in layer.names} == {"self_attn"}
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("mixtral", "mlp"), ("granite-moe", "block_sparse_moe"), ("qwen3-moe", "mlp")]
+)
+def test_transformers_names_of_stacks_are_those_of_the_model(
+    checkpoint: Callable[[str], Path], name: str, module: str
+) -> None:
+    modules = adaptable_modules(CheckpointConfig.from_folder(checkpoint(name)))
+    stack = modules.named(f"model.layers.0.{module}.experts")
+    assert {f"{stack}.0.gate_proj", f"{stack}.1.up_proj", f"{stack}.0.down_proj"} <= set(modules.shapes)
