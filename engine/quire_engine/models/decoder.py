@@ -59,6 +59,7 @@ from quire_engine.models.layers.parallel import (
     send_activations,
     stage_layers,
 )
+from quire_engine.models.layers.rg_lru import RgLru
 from quire_engine.models.layers.rope import RopeTables, rope_tables
 from quire_engine.models.layers.short_conv import ShortConv
 from quire_engine.models.options import (
@@ -69,6 +70,7 @@ from quire_engine.models.options import (
     LayerOptions,
     MambaOptions,
     MLPOptions,
+    RgLruOptions,
     SelectiveOptions,
     ShortConvOptions,
     StateOptions,
@@ -119,6 +121,8 @@ def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: P
         return Mamba(config, options, parallel)
     if isinstance(options, SelectiveOptions):
         return Selective(config, options, parallel)
+    if isinstance(options, RgLruOptions):
+        return RgLru(config, options, parallel)
     raise NotImplementedError(options)
 
 

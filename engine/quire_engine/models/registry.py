@@ -18,6 +18,7 @@ from quire_engine.models.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    griffin,
     hunyuan,
     kimi,
     lfm,
@@ -42,8 +43,8 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         gemma.gemma4_unified, gemma.vaultgemma, glm.glm, glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v,
         glm.glm4v_moe, glm.glm_moe_dsa,
         gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, gpt_oss.gpt_oss,
-        granite.granitemoe, granite.granitemoehybrid, granite.granitemoeshared,
-        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, kimi.kimi_linear, lfm.lfm2, lfm.lfm2_moe,
+        granite.granitemoe, granite.granitemoehybrid, granite.granitemoeshared, griffin.recurrent_gemma,
+        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, kimi.kimi_linear, lfm.lfm2, lfm.lfm2_moe, lfm.lfm3,
         llama.granite, llama.helium, llama.llama, llama.llama4,
         llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe,
         llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, mamba.bamba, mamba.falcon_h1, mamba.falcon_mamba,
@@ -56,7 +57,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **bert.DEFAULTS, **cohere.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **exaone.DEFAULTS,
     **gated_delta.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_neox.DEFAULTS, **gpt_oss.DEFAULTS,
-    **granite.DEFAULTS, **hunyuan.DEFAULTS, **kimi.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS,
+    **granite.DEFAULTS, **griffin.DEFAULTS, **hunyuan.DEFAULTS, **kimi.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS,
     **mamba.DEFAULTS, **nemotron.DEFAULTS, **nemotron_h.DEFAULTS, **qwen.DEFAULTS, **zamba.DEFAULTS,
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
@@ -117,6 +118,7 @@ ARCHITECTURES = {
     "KimiLinearForCausalLM": "kimi_linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
+    "Lfm3ForCausalLM": "lfm3",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
@@ -155,6 +157,7 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "RecurrentGemmaForCausalLM": "recurrent_gemma",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "SmolVLMForConditionalGeneration": "llama",
