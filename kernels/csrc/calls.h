@@ -262,13 +262,14 @@ struct NormCall {
 };
 
 struct ActivationCall {
-  const void* gate;     // [rows, size]
+  const void* gate;     // [rows, size], or [rows, size / width]
   int64_t gate_stride;  // elements between rows
   const void* up;       // [rows, size]
   int64_t up_stride;
   void* out;            // [rows, size], without gaps
   int64_t rows;
   int64_t size;
+  int64_t width;        // elements of a row that have the same gate, one after another
   int32_t is_float;
   int32_t activation;   // Activation
 };
@@ -560,6 +561,26 @@ struct StateSpaceCall {
   int64_t ring_size;
   float dt_lowest;
   float dt_highest;
+  int32_t is_float;
+  StateStep step;
+  int64_t rows;
+};
+
+struct RgLruCall {
+  const void* x;            // [rows, heads, size]
+  int64_t x_stride;         // elements between rows
+  const void* gates;        // [rows, heads, 2, size], those of inputs and those of states
+  int64_t gates_stride;
+  const float* gate_bias;   // [heads, 2, size]
+  const float* decay;       // [heads, size]
+  float* state;             // [any, heads, size]
+  int64_t state_stride;     // elements between blocks
+  float* ring;              // [any, ring_size, inputs of a token]
+  int64_t ring_stride;
+  void* out;                // [rows, heads, size], without gaps
+  int64_t heads;
+  int64_t size;
+  int64_t ring_size;
   int32_t is_float;
   StateStep step;
   int64_t rows;

@@ -35,6 +35,7 @@ struct Kernels {
   void (*causal_conv)(const CausalConvCall&);
   void (*gated_delta_rule)(const GatedDeltaCall&);
   void (*state_space)(const StateSpaceCall&);
+  void (*rg_lru)(const RgLruCall&);
   void (*activate_and_mul)(const ActivationCall&);
   void (*xielu)(const XieluCall&);
   void (*quantize_per_token)(const QuantizeCall&);

@@ -121,6 +121,7 @@ QUIRE_API void quire_gated_rms_norm(const GatedNormCall* call) { kernels.gated_r
 QUIRE_API void quire_causal_conv(const CausalConvCall* call) { kernels.causal_conv(*call); }
 QUIRE_API void quire_gated_delta_rule(const GatedDeltaCall* call) { kernels.gated_delta_rule(*call); }
 QUIRE_API void quire_state_space(const StateSpaceCall* call) { kernels.state_space(*call); }
+QUIRE_API void quire_rg_lru(const RgLruCall* call) { kernels.rg_lru(*call); }
 QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
 QUIRE_API void quire_xielu(const XieluCall* call) { kernels.xielu(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }

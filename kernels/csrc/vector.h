@@ -30,6 +30,7 @@ QUIRE_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 QUIRE_INLINE Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 QUIRE_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 QUIRE_INLINE Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+QUIRE_INLINE Floats square_root(Floats x) { return _mm512_sqrt_ps(x); }
 QUIRE_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 QUIRE_INLINE Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 QUIRE_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -227,6 +228,7 @@ QUIRE_INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 QUIRE_INLINE Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 QUIRE_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 QUIRE_INLINE Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+QUIRE_INLINE Floats square_root(Floats x) { return _mm256_sqrt_ps(x); }
 QUIRE_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 QUIRE_INLINE Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 QUIRE_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }

@@ -41,7 +41,7 @@ from quire_kernels.linear import (
 from quire_kernels.logits import apply_token_bitmask, soft_cap, token_probabilities
 from quire_kernels.lora import LoraRows, LoraTable, LoraWeight, pack_lora
 from quire_kernels.recording import NotRecordableError, Recording, record
-from quire_kernels.recurrence import gated_delta_rule, selective_scan, state_space
+from quire_kernels.recurrence import gated_delta_rule, rg_lru, selective_scan, state_space
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
@@ -59,7 +59,7 @@ __all__ = [
     "expert_results", "gated_delta_rule", "gated_rms_norm", "gaussian_topk", "gelu_tanh_and_mul", "grouped_topk",
     "head_linear", "layer_norm", "linear", "load_rows", "match_rms", "mix_streams", "pack_experts", "pack_grouped",
     "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention", "probabilities",
-    "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "row_moments", "sample",
+    "quantize_grouped", "record", "rg_lru", "rms_norm", "rope_and_cache", "routed_experts", "row_moments", "sample",
     "scale_rows", "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space",
     "store_columns", "store_rows", "sum_results", "sum_rows", "token_probabilities", "topk_softmax", "weight_rows",
     "xielu",

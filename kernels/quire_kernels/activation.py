@@ -37,8 +37,9 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None) -> torch.Tensor:
     """`activation(gate) * up` of a merged projection, [T, 2 * I] → [T, I], the gate's half first; or what `swigluoai`
-    makes of both. With `up`, [T, I], the first argument is the gate alone. Raises ValueError if the number of columns
-    is odd, or not that of `up`, or there is no such activation."""
+    makes of both. With `up`, [T, I], the first argument is the gate alone; it may have fewer columns, each of which is
+    the gate of as many columns of `up`, such as those of a head. Raises ValueError if the number of columns is odd, or
+    no divisor of that of `up`, or there is no such activation."""
     check_activation(activation, GATES)
     if up is None:
         if gate_up.shape[1] % 2:
@@ -46,13 +47,19 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | 
         gate, up = gate_up.chunk(2, dim=-1)
     else:
         gate = gate_up
-        if up.shape != gate.shape or up.dtype != gate.dtype:
-            raise ValueError(f"up is {up.dtype} of {list(up.shape)}; it must be {gate.dtype} of {list(gate.shape)}")
+        fits = len(up) == len(gate) and up.shape[1] % max(gate.shape[1], 1) == 0
+        if not fits or up.dtype != gate.dtype:
+            raise ValueError(
+                f"up is {up.dtype} of {list(up.shape)}; it must be {gate.dtype} of {list(gate.shape)}, or have a "
+                "multiple of these columns"
+            )
+    width = up.shape[1] // max(gate.shape[1], 1)
     if uses_triton(gate_up):
         from quire_kernels.gpu import rows as gpu
 
         return gpu.activate_and_mul(with_dense_rows(gate), with_dense_rows(up), activation)
     if library_for(gate, up) is None:
+        gate = gate if width == 1 else gate.repeat_interleave(width, 1)
         if activation == "swigluoai":
             gate, up = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
             return (gate * ALPHA).sigmoid().mul_(gate).mul_(up + 1).to(gate_up.dtype)
@@ -60,10 +67,10 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | 
             return up * (gate if activation == "none" else gate.float().sigmoid()).to(up.dtype)
         return activate(gate, activation).mul_(up)
     gate, up = with_dense_rows(gate), with_dense_rows(up)
-    rows, size = gate.shape
+    rows, size = up.shape
     out = torch.empty(rows, size, dtype=gate.dtype)
     call = _ActivationCall(
-        gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), rows, size,
+        gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), rows, size, width,
         gate.dtype == torch.float32, GATES[activation],
     )  # fmt: skip
     launch("quire_activate_and_mul", call)

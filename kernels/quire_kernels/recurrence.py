@@ -1,5 +1,5 @@
 """Recurrences over the tokens of a sequence whose state is a matrix for each head or channel, kept in a cache
-(`states.py`): the gated delta rule, and the state spaces of Mamba-2 and Mamba.
+(`states.py`): the gated delta rule, the state spaces of Mamba-2 and Mamba, and the RG-LRU, whose state is a number.
 
 Each is computed token by token in float32. The ring of a block has the inputs that a replay needs, after the
 convolution before the recurrence, one after the other; they are float32.
@@ -16,6 +16,7 @@ from quire_kernels.cpu import check_tensor, launch, library_for, pointer, struct
 from quire_kernels.states import StateRows, block_stride, step_of
 
 _GatedDeltaCall, _StateSpaceCall = structure("GatedDeltaCall"), structure("StateSpaceCall")
+_RgLruCall = structure("RgLruCall")
 
 
 def gated_delta_rule(
@@ -86,7 +87,9 @@ def gated_delta_rule(
         launch("quire_gated_delta_rule", call)
         return out_THV
 
-    def step(state_HDV: torch.Tensor, query: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def step(
+        state_HDV: torch.Tensor, query: torch.Tensor | None, inputs: Sequence[torch.Tensor], _: int
+    ) -> torch.Tensor:
         key, value, gate, beta = inputs
         gate_HW = torch.exp(-decay_H[:, None] * F.softplus(gate.view(heads, -1) + gate_bias_HW))
         state_HDV *= gate_HW[:, :, None]
@@ -180,6 +183,68 @@ def selective_scan(
     return _state_space(inputs, decay_CN, skip_C, dt_bias_C, state_MCN, ring_MRI, rows, limits, 1)
 
 
+def rg_lru(
+    x_TC: torch.Tensor,
+    gates_THG: torch.Tensor,
+    gate_bias_HG: torch.Tensor,
+    decay_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    ring_MRI: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """The real-gated linear recurrent unit of Griffin (De et al. 2024, https://arxiv.org/abs/2402.19427, section 2.4),
+    [T, C]::
+
+        i, r = sigmoid(gates + gate_bias);  a = exp(-decay · r), 0 at position 0
+        S = a · S + √(1 - a²) · i · x;  out = S
+
+    Args:
+        x_TC: rows may be parts of longer ones, as those of the gates.
+        gates_THG: of H heads of C / H channels; i of all channels of a head, then r.
+        gate_bias_HG: float32, as is the next.
+        decay_C: 8 times the softplus of the learned parameter.
+        state_MC: float32, by block.
+        ring_MRI: float32, of I = 3·C inputs: x, gates. R is at least the number of drafts of a step.
+        rows: of the step.
+    """
+    (num_rows, channels), heads = x_TC.shape, gate_bias_HG.shape[0]
+    if channels % heads:
+        raise ValueError(f"{channels} channels must be a multiple of {heads} heads")
+    size = channels // heads
+    x, gates = _rows_of(num_rows, x_TC=(x_TC, channels), gates_THG=(gates_THG, heads, 2 * size))
+    if uses_triton(x):
+        from quire_kernels.gpu import recurrence as gpu
+
+        return gpu.rg_lru((x, gates), gate_bias_HG, decay_C, state_MC, ring_MRI, rows)
+    if library_for(x, gates) is not None:
+        check_tensor("gate_bias_HG", gate_bias_HG, torch.float32, heads, 2 * size)
+        check_tensor("decay_C", decay_C, torch.float32, channels)
+        out_TC, ring_size = torch.empty(num_rows, channels, dtype=x.dtype), ring_MRI.shape[1]
+        call = _RgLruCall(
+            x=x.data_ptr(), x_stride=x.stride(0), gates=gates.data_ptr(), gates_stride=gates.stride(0),
+            gate_bias=gate_bias_HG.data_ptr(), decay=decay_C.data_ptr(), state=state_MC.data_ptr(),
+            state_stride=block_stride("state_MC", state_MC, channels), ring=ring_MRI.data_ptr(),
+            ring_stride=block_stride("ring_MRI", ring_MRI, ring_size, 3 * channels), out=out_TC.data_ptr(),
+            heads=heads, size=size, ring_size=ring_size, is_float=x.dtype == torch.float32,
+            step=step_of(rows, num_rows), rows=num_rows,
+        )  # fmt: skip
+        launch("quire_rg_lru", call, out_TC)
+        return out_TC
+
+    def step(
+        state_C: torch.Tensor, _: torch.Tensor | None, inputs: Sequence[torch.Tensor], position: int
+    ) -> torch.Tensor:
+        both_H2W = (inputs[1].view(heads, -1) + gate_bias_HG).sigmoid().view(heads, 2, size)
+        input_C, state_gate_C = both_H2W[:, 0].flatten() * inputs[0], both_H2W[:, 1].flatten()
+        if position == 0:
+            return state_C.copy_(input_C)
+        log_C = -decay_C * state_gate_C
+        scale_C = (1 - (2 * log_C).exp()).sqrt()
+        return state_C.mul_(log_C.exp()).add_(scale_C * input_C)
+
+    return _scan(step, x, (x, gates), state_MC, ring_MRI, rows, x_TC)
+
+
 def _rows_of(num_rows: int, **inputs: tuple[Any, ...]) -> list[torch.Tensor]:
     """Each input, of T tokens, as a matrix whose rows have no gaps. It is given with the shape that a row must have."""
     matrices = []
@@ -212,7 +277,7 @@ def _state_space(
         return gpu.state_space(inputs, decay_HN, skip_H, dt_bias_H, state, ring_MRI, rows, dt_limits, groups)
     if library_for(*inputs) is None:
 
-        def step(state: torch.Tensor, c: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        def step(state: torch.Tensor, c: torch.Tensor | None, inputs: Sequence[torch.Tensor], _: int) -> torch.Tensor:
             state_HPN, dt_H = state.view(heads, channels, size), F.softplus(inputs[1] + dt_bias_H).clamp(*dt_limits)
             x_HP, b_HN = inputs[0].view(heads, channels), by_head(inputs[2])
             state_HPN *= torch.exp(-decay_HN * dt_H[:, None])[:, None]
@@ -246,9 +311,9 @@ def _state_space(
     return out
 
 
-Step = Callable[[torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor]], torch.Tensor]
-"""(state, written in place; what reads it after the token, or None for a token that is replayed; the token's inputs) →
-the token's output."""
+Step = Callable[[torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor], int], torch.Tensor]
+"""(state, written in place; what reads it after the token, or None for a token that is replayed; the token's inputs and
+its position) → the token's output."""
 
 
 def _scan(
@@ -269,7 +334,7 @@ def _scan(
         replayed = [ring_NRI[one.source, position % ring_size].clone() for position in range(first, one.first)]
         for number, token in enumerate([*replayed, *flat[one.start : one.end]], 1):
             row = one.start + number - 1 - one.num_replayed
-            result = step(state, None if row < one.start else reader[row], token.split(widths))
+            result = step(state, None if row < one.start else reader[row], token.split(widths), first + number - 1)
             if row >= one.start:
                 out[row] = result.to(out.dtype)
             for length, block in one.stores:

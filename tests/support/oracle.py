@@ -672,6 +672,25 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1, "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 38,
         "pad_token_id": None, "layer_types": ["conv", "full_attention", "conv", "conv"],
     },
+    "lfm3": {
+        "model_type": "lfm3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 5, "conv_L_cache": 4, "sliding_window": 17, "pad_token_id": None,
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention", "conv"], "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "lfm3-plain": {  # no gates and no norms of outputs
+        "model_type": "lfm3", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 20,
+        "num_hidden_layers": 3, "sliding_window": 33, "conv_bias": True, "attention_bias": True, "pad_token_id": None,
+        "layer_types": ["conv", "full_attention", "sliding_attention"], "use_sandwich_norm": False,
+        "use_attention_gate": False, "tie_word_embeddings": False,
+    },
+    "recurrent-gemma": {  # the recurrence is wider than the residual stream
+        "model_type": "recurrent_gemma", "num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 104,
+        "intermediate_size": 200, "num_hidden_layers": 4, "attention_window_size": 17,
+        "block_types": ["recurrent", "attention"], "logits_soft_cap": 8.0, "pad_token_id": None,
+    },
     "zamba2": {  # two blocks of three layers that see them, of which the first has two
         "model_type": "zamba2", "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32,
         "intermediate_size": 100, "num_hidden_layers": 5, "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 20,
@@ -821,7 +840,9 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     torch.manual_seed(0)
     model = auto.from_config(AutoConfig.for_model(**{**settings, **changes})).eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("gate_up_proj_bias"):
+        if model.config.model_type == "recurrent_gemma" and not parameter_name.endswith("recurrent_param"):
+            torch.nn.init.normal_(parameter, std=0.2)
+        elif parameter_name.endswith("gate_up_proj_bias"):
             torch.nn.init.normal_(parameter, std=4.0)  # gpt-oss cuts off what is above 7
         elif parameter_name.endswith("A_log"):  # so that a state lasts
             torch.nn.init.uniform_(parameter, *((-5.0, -1.0) if "linear_attn" in parameter_name else (-2.0, 1.0)))
@@ -1019,14 +1040,15 @@ def generate_greedily(model: PreTrainedModel, prompt: list[int], max_tokens: int
     inputs, cache = torch.tensor([prompt]), None
     # transformers 5.17, which GPU machines have, calls it by its former name.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    has_cache = model.config.model_type != "recurrent_gemma"  # which returns none
     for number in range(max_tokens):
         arguments = {name: cache}
         if model.config.model_type == "bamba" and number:  # it does not count what is in the cache
             arguments["position_ids"] = torch.tensor([[len(prompt) + number - 1]])
-        output = model(inputs, use_cache=True, **arguments)
-        cache = output[name]
+        output = model(inputs, use_cache=has_cache, **arguments)
+        cache = output.get(name)
         scores = output.logits[0, -1].float().log_softmax(-1)
         token_ids.append(int(scores.argmax()))
         logprobs.append(float(scores[token_ids[-1]]))
-        inputs = torch.tensor([[token_ids[-1]]])
+        inputs = torch.tensor([[token_ids[-1]] if has_cache else [*prompt, *token_ids]])
     return Expected(token_ids, logprobs)

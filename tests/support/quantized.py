@@ -80,6 +80,11 @@ SIZES: dict[str, dict[str, Any]] = {
         **HYBRID, "intermediate_size": 96, "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1,
         "num_experts": 3, "mamba_d_state": 16, "mamba_dt_rank": 16,
     },
+    "lfm3": {  # whose gates have an output feature for each head
+        **HYBRID, "num_attention_heads": 16, "intermediate_size": 96, "num_hidden_layers": 3, "eos_token_id": 1,
+        "layer_types": ["conv", "full_attention", "sliding_attention"],
+    },
+    "recurrent_gemma": {**HYBRID, "intermediate_size": 192, "block_types": ["recurrent", "attention"]},
     "zamba2": {
         **HYBRID, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "n_mamba_heads": 8,
         "mamba_ngroups": 2, "mamba_d_state": 16, "layers_block_type": ["linear_attention", "hybrid"], "adapter_rank": 8,

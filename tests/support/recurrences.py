@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quire_kernels import StateRows, causal_conv, gated_delta_rule, selective_scan, state_space
+from quire_kernels import StateRows, causal_conv, gated_delta_rule, rg_lru, selective_scan, state_space
 
 __all__ = ["OPS", "Op", "Step", "make_op", "state_rows", "whole"]
 
@@ -121,6 +121,16 @@ def make_op(name: str, device: torch.device | None = None) -> Op:
                 *heads(parts, channels, 0, size, size), decay, skip, bias, state, ring, rows, (0.1, 2.0)
             ),
         )  # fmt: skip
+    if kind == "lru":
+        count, size = sizes
+        channels, bias = count * size, randn(count, 2 * size)
+        decay = randn(channels).exp()
+        return Op(
+            [channels, 2 * channels], [channels], [NUM_DRAFTS, 3 * channels],
+            lambda parts, state, ring, rows: rg_lru(
+                parts[0], parts[1].unflatten(1, (count, -1)), bias, decay, state, ring, rows
+            ),
+        )  # fmt: skip
     channels, size = sizes
     parameters = (randn(channels, size).exp(), randn(channels), randn(channels))
     widths = [channels, channels, size, size]
@@ -140,6 +150,8 @@ OPS: dict[str, tuple[Any, ...]] = {
     "space of wide heads": ("space", 1, 2, 48, 130),
     "mamba": ("mamba", 37, 16),
     "mamba of few numbers": ("mamba", 70, 5),
+    "lru": ("lru", 3, 13),
+    "lru of wide heads": ("lru", 2, 147),
 }
 
 

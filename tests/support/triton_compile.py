@@ -93,6 +93,7 @@ def rows(dtype: torch.dtype) -> None:
     xielu(x, torch.zeros(1), torch.zeros(1))
     activate_and_mul(x, "none", x)
     activate_and_mul(x, "sigmoid", x)
+    activate_and_mul(x[:, :32], "sigmoid", x)
     silu_and_mul(x)
     streams, coefs = x.view(4, 4, 1024), torch.zeros(4, 4, 4)
     mix_streams(streams, streams, torch.zeros(4, 4), coefs)

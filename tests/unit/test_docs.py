@@ -258,7 +258,7 @@ def test_settings_that_ask_for_what_is_not_offered_are_rejected_by_name(settings
     ("config", "named"),
     [
         ({"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"}, "multi-modal"),
-        ({"architectures": ["RecurrentGemmaForCausalLM"], "model_type": "recurrent_gemma"}, "recurrent"),
+        ({"architectures": ["ZambaForCausalLM"], "model_type": "zamba"}, "recurrent"),
         ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, "recurrent"),
         ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
     ],

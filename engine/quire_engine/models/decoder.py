@@ -59,6 +59,7 @@ from quire_engine.models.layers.parallel import (
     send_activations,
     stage_layers,
 )
+from quire_engine.models.layers.rg_lru import RgLru
 from quire_engine.models.layers.rope import RopeTables, rope_tables
 from quire_engine.models.layers.short_conv import ShortConv
 from quire_engine.models.options import (
@@ -69,6 +70,7 @@ from quire_engine.models.options import (
     LayerOptions,
     MambaOptions,
     MLPOptions,
+    RgLruOptions,
     SelectiveOptions,
     ShortConvOptions,
     StateOptions,
@@ -112,6 +114,7 @@ class Recurrence(Mixer, Protocol):
 
 RECURRENCES: Mapping[type[StateOptions], Callable[..., Recurrence]] = {
     GatedDeltaOptions: GatedDelta, ShortConvOptions: ShortConv, MambaOptions: Mamba, SelectiveOptions: Selective,
+    RgLruOptions: RgLru,
 }  # fmt: skip
 
 

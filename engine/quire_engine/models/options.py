@@ -101,6 +101,8 @@ class AttentionOptions:
     """The scores become `cap * tanh(scores / cap)`."""
     output_gate: bool = False
     """The output of each head is multiplied by the sigmoid of a gate, whose rows of `q_proj` follow the head's own."""
+    head_gates: bool = False
+    """The output of each head is multiplied by the sigmoid of one number, of `gate_proj`."""
     sinks: bool = False
     """Each query head has a learned logit that takes part in its softmax and has no value (`paged_attention`)."""
 
@@ -131,7 +133,7 @@ class LatentAttentionOptions:
 
 
 class StateOptions(Protocol):
-    """A recurrence: `layers/gated_delta.py`, `layers/mamba.py` or `layers/short_conv.py`."""
+    """A recurrence: `layers/gated_delta.py`, `layers/mamba.py`, `layers/rg_lru.py` or `layers/short_conv.py`."""
 
     @property
     def num_numbers(self) -> int:
@@ -251,6 +253,28 @@ class SelectiveOptions:
     def indivisible(self, num_ranks: int) -> str | None:
         is_even = self.num_channels % num_ranks == 0
         return None if is_even else f"the number of Mamba's channels, {self.num_channels}, is no multiple of it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RgLruOptions:
+    """A gated linear recurrence of channels, as in Griffin (`layers/rg_lru.py`)."""
+
+    width: int
+    """Channels of all heads."""
+    num_heads: int
+    """The gates of a channel are products of those of its head."""
+    conv_size: int
+    """How many tokens the convolution sees."""
+    activation: str
+    """Of the gate of its output."""
+
+    @property
+    def num_numbers(self) -> int:
+        return self.width
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        is_even = self.num_heads % num_ranks == 0
+        return None if is_even else f"num_attention_heads={self.num_heads} is no multiple of it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

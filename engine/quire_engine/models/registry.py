@@ -18,6 +18,7 @@ from quire_engine.models.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    griffin,
     hunyuan,
     kimi,
     lfm,
@@ -31,8 +32,8 @@ from quire_engine.models.families import (
 from quire_engine.models.options import ModelOptions
 
 MODULES = (
-    bert, cohere, deepseek, ernie, exaone, gated_delta, gemma, glm, gpt_neox, gpt_oss, granite, hunyuan, kimi, lfm,
-    llama, mamba, nemotron, nemotron_h, qwen, zamba,
+    bert, cohere, deepseek, ernie, exaone, gated_delta, gemma, glm, gpt_neox, gpt_oss, granite, griffin, hunyuan, kimi,
+    lfm, llama, mamba, nemotron, nemotron_h, qwen, zamba,
 )  # fmt: skip
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus",
@@ -88,6 +89,7 @@ ARCHITECTURES = {
     "KimiLinearForCausalLM": "kimi_linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
+    "Lfm3ForCausalLM": "lfm3",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
@@ -126,6 +128,7 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "RecurrentGemmaForCausalLM": "recurrent_gemma",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "SmolVLMForConditionalGeneration": "llama",

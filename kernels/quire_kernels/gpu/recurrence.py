@@ -1,9 +1,9 @@
-"""Recurrences over tokens in the Triton language: the gated delta rule, and state spaces.
+"""Recurrences over tokens in the Triton language: the gated delta rule, state spaces, and the RG-LRU.
 
 ::
 
     scan    program (sequence, head, block of columns)    state ─► its tokens, one after the other ─► out, states
-            program (sequence, block of the state's rows)
+            program (sequence, block of the state's rows, or of channels)
     keep    program (sequence, one of its last R rows)    inputs ─► the ring of the target
 
 A program holds its part of the state in registers over all tokens, and the number of programs depends on no data. Rings
@@ -24,6 +24,8 @@ STATE = 4096
 """Numbers of the state in a program: 32 for each of 128 threads."""
 MAX_ROWS = 64
 """Of a program of state spaces; with Mamba's 16 numbers in a row, more programs."""
+LRU_BLOCK = 128
+"""Channels of a program of the RG-LRU: one for each thread, as tokens follow each other."""
 BLOCK = 1024
 """Numbers that are copied to a ring at a time."""
 
@@ -144,6 +146,51 @@ def _state_space_kernel(
             next_len = tl.load(store_lens + store, mask=store < store_end, other=-1)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _rg_lru_kernel(
+    inputs, strides, gate_bias, decay, state, ring, out, step, state_stride, ring_stride, num_rows,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, RING_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, block of channels)."""
+    x, gates = inputs
+    x_stride, gates_stride = strides
+    positions, query_start_loc, sources, num_replayed, _, store_start_loc, store_lens, store_blocks = step
+    seq = tl.program_id(0)
+    if not exists(seq, query_start_loc, num_rows, BLOCK_S):
+        return
+    start, end = tl.load(query_start_loc + seq), tl.load(query_start_loc + seq + 1)
+    first, source, replayed = tl.load(positions + start), tl.load(sources + seq), tl.load(num_replayed + seq)
+    c_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_C, gate_at = c_C < CHANNELS, c_C // SIZE * SIZE + c_C  # of inputs; those of states are SIZE further
+    states = state + c_C
+    state_C = tl.load(states + source * state_stride, mask=both(in_C, source >= 0), other=0.0)
+    rate_C = tl.load(decay + c_C, mask=in_C, other=0.0)
+    input_bias_C = tl.load(gate_bias + gate_at, mask=in_C, other=0.0)
+    state_bias_C = tl.load(gate_bias + gate_at + SIZE, mask=in_C, other=0.0)
+    store, store_end = tl.load(store_start_loc + seq), tl.load(store_start_loc + seq + 1)
+    next_len = tl.load(store_lens + store, mask=store < store_end, other=-1)
+    for token in range(replayed + end - start):
+        is_replayed, row, position = token < replayed, start + token - replayed, first - replayed + token
+        old = ring
+        if RING_SIZE > 0:
+            old += source * ring_stride + position % RING_SIZE * (3 * CHANNELS)
+        x_C = token_input(x + row * x_stride + c_C, old + c_C, in_C, is_replayed)
+        old += CHANNELS
+        own = gates + row * gates_stride + gate_at
+        input_C = token_input(own, old + gate_at, in_C, is_replayed) + input_bias_C
+        log_C = token_input(own + SIZE, old + gate_at + SIZE, in_C, is_replayed) + state_bias_C
+        input_C, log_C = tl.sigmoid(input_C) * x_C, -rate_C * tl.sigmoid(log_C)
+        rest_C = 1.0 - tl.exp(2.0 * log_C)
+        rest_C = tl.where(rest_C < 0, 0.0, rest_C)
+        next_C = tl.exp(log_C) * state_C + tl.sqrt(rest_C) * input_C
+        state_C = tl.where(position == 0, input_C, next_C)
+        tl.store(out + row * CHANNELS + c_C, cast(state_C, out.dtype.element_ty), mask=both(in_C, token >= replayed))
+        while next_len == token + 1:
+            tl.store(states + tl.load(store_blocks + store) * state_stride, state_C, mask=in_C)
+            store += 1
+            next_len = tl.load(store_lens + store, mask=store < store_end, other=-1)
+
+
 @triton.jit
 def _copy(source, target, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     for begin in range(0, SIZE, BLOCK):
@@ -231,3 +278,23 @@ def state_space(
     )  # fmt: skip
     _store_inputs(inputs[:3], ring_MRI, rows)
     return out
+
+
+def rg_lru(
+    inputs: Sequence[torch.Tensor],
+    gate_bias_HG: torch.Tensor,
+    decay_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    ring_MRI: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """The inputs are matrices: x and gates."""
+    (num_rows, channels), num_seqs = inputs[0].shape, len(rows.sources)
+    out_TC, block_c = inputs[0].new_empty(num_rows, channels), min(LRU_BLOCK, triton.next_power_of_2(channels))
+    _rg_lru_kernel[(num_seqs, triton.cdiv(channels, block_c))](
+        tuple(inputs), _strides(inputs), gate_bias_HG, decay_C, state_MC, ring_MRI, out_TC, step_of(rows),
+        state_MC.stride(0), ring_MRI.stride(0), num_rows, channels, channels // len(gate_bias_HG), ring_MRI.shape[1],
+        triton.next_power_of_2(num_seqs + 1), block_c,
+    )  # fmt: skip
+    _store_inputs(inputs, ring_MRI, rows)
+    return out_TC

@@ -59,21 +59,22 @@ def xielu(x_TI: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> t
 
 @triton.jit
 def _activate_and_mul_kernel(
-    gates, ups, out, gate_stride, up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    gates, ups, out, gate_stride, up_stride,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of it)."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gates + row * gate_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + i // WIDTH, mask=i < SIZE, other=0.0).to(tl.float32)
     up = tl.load(ups + row * up_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + i, cast(gated(gate, up, ACTIVATION), out.dtype.element_ty), mask=i < SIZE)
 
 
 def activate_and_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    rows, size = gate.shape
-    out = gate.new_empty(rows, size)
+    rows, size = up.shape
+    out, width = gate.new_empty(rows, size), size // max(gate.shape[1], 1)
     if rows:
         grid = (rows, triton.cdiv(size, BLOCK))
-        _activate_and_mul_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), size, BLOCK, activation)
+        _activate_and_mul_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), size, width, BLOCK, activation)
     return out
 
 

@@ -11,7 +11,10 @@ from quire_kernels import (
     cpu,
     gated_delta_rule,
     gated_rms_norm,
+    head_linear,
+    pack_head_linear,
     record,
+    rg_lru,
     selective_scan,
     state_space,
 )
@@ -26,6 +29,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
+from transformers.models.recurrent_gemma.configuration_recurrent_gemma import RecurrentGemmaConfig
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 Once = Callable[[Any, Callable[[], Any]], Any]
 NAMES = pytest.mark.parametrize("name", OPS)
@@ -171,6 +176,8 @@ def test_recorded_ops_take_the_sequences_of_a_run(name: str) -> None:
         ("space", 1, (4, 5), "dt_TH"),
         ("space", 2, (4, 4, 24), "6 heads must be a multiple of 4 groups"),
         ("mamba", 3, (4, 15), "c_TN"),
+        ("lru", 0, (4, 40), "40 channels must be a multiple of 3 heads"),
+        ("lru", 1, (4, 3, 25), "gates_THG"),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(name: str, part: int, shape: tuple[int, ...], error: str) -> None:
@@ -178,16 +185,17 @@ def test_inputs_that_do_not_fit_are_named(name: str, part: int, shape: tuple[int
         "delta": [(4, 1, 24), (4, 1, 24), (4, 3, 40), (4, 3, 1), (4, 3)],
         "space": [(4, 6, 20), (4, 6), (4, 3, 24), (4, 3, 24)],
         "mamba": [(4, 37), (4, 37), (4, 16), (4, 16)],
+        "lru": [(4, 39), (4, 3, 26)],
     }[name]
     parts = [torch.zeros(one) for one in [*shapes[:part], shape, *shapes[part + 1 :]]]
-    ops = {"delta": gated_delta_rule, "space": state_space, "mamba": selective_scan}
-    parameters = {"delta": 2, "space": 3, "mamba": 3}[name]
+    ops = {"delta": gated_delta_rule, "space": state_space, "mamba": selective_scan, "lru": rg_lru}
+    parameters = {"delta": 2, "space": 3, "mamba": 3, "lru": 2}[name]
     op, rows = make_op(name), state_rows([Step(0, 4, -1, 0, [(4, 0)])])
     with pytest.raises(ValueError, match=error):
         ops[name](*parts, *[torch.zeros(3)] * parameters, *op.caches(), rows)
 
 
-@pytest.mark.parametrize("name", ["conv of 4", "delta", "space", "mamba"])
+@pytest.mark.parametrize("name", ["conv of 4", "delta", "space", "mamba", "lru"])
 def test_caches_and_rows_that_do_not_fit_are_named(name: str) -> None:
     if cpu.library() is None:
         pytest.skip(cpu.status().reason)
@@ -266,6 +274,24 @@ def test_a_layer_of_mamba_is_transformers(cpu_kernels: str) -> None:
         state, ring = torch.zeros(1, 40, 7), torch.zeros(1, 0, 2 * 40 + 7)
         out = selective_scan(x, dt, b, c, mixer.A_log.exp(), mixer.D, mixer.dt_proj.bias, state, ring, rows)
         torch.testing.assert_close(mixer.out_proj(out * F.silu(gate)), mixer(hidden)[0], atol=2e-5, rtol=1e-4)
+
+
+def test_the_rg_lru_is_transformers(cpu_kernels: str) -> None:
+    torch.manual_seed(0)
+    heads, size, length = 3, 14, 40
+    module = RecurrentGemmaRglru(RecurrentGemmaConfig(hidden_size=heads * size, num_attention_heads=heads)).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, -2.0 if parameter.dim() == 1 else 0.0)
+    x, rows = torch.randn(length, heads * size), state_rows([Step(0, length, -1, 0, [(length, 0)])])
+    with torch.inference_mode():
+        weight_HNK = torch.cat((module.input_gate_weight, module.recurrent_gate_weight), 2).transpose(1, 2)
+        bias = torch.cat((module.input_gate_bias, module.recurrent_gate_bias), 1)
+        gates, decay = head_linear(x.view(length, heads, size), pack_head_linear(weight_HNK)), module.recurrent_param
+        state, ring = torch.zeros(1, heads * size), torch.zeros(1, 0, 3 * heads * size)
+        out = rg_lru(x, gates, bias, 8 * F.softplus(decay), state, ring, rows)
+        expected = module(x[None], torch.arange(length)[None])
+    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, module.recurrent_states, atol=1e-5, rtol=1e-5)
 
 
 def test_softplus_and_decays_have_small_relative_errors(cpu_kernels: str) -> None:

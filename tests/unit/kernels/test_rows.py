@@ -124,6 +124,17 @@ def test_a_gate_that_multiplies_as_it_is_or_by_its_sigmoid(
     torch.testing.assert_close(out.double(), gate.double() * up.double(), **tolerance(dtype))
 
 
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", "none"])
+@pytest.mark.parametrize("width", [2, 20, 128])
+def test_a_gate_of_several_columns(width: int, activation: str, dtype: torch.dtype, cpu_kernels: str) -> None:
+    gate, up = randn(5, 7, dtype=dtype) * 4, randn(5, 7 * width, dtype=dtype)
+    out = activate_and_mul(strided(gate), activation, strided(up))
+    assert torch.equal(out, activate_and_mul(gate.repeat_interleave(width, 1), activation, up))
+    with pytest.raises(ValueError, match="up is "):
+        activate_and_mul(gate, activation, up[:, 1:])
+
+
 @SHAPES
 def test_a_float32_weight_multiplies_before_the_result_is_rounded(shape: tuple[int, int], cpu_kernels: str) -> None:
     hidden, weight = randn(*shape, dtype=torch.bfloat16), randn(shape[1])

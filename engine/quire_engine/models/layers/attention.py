@@ -10,7 +10,7 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
-from quire_engine.models.layers.parallel import QKVParallel, RowParallel, SlicedWeight, Weight
+from quire_engine.models.layers.parallel import ColumnParallel, QKVParallel, RowParallel, SlicedWeight, Weight
 from quire_engine.models.layers.rope import RopeTables, rope_dimensions, rope_order
 from quire_engine.models.options import AttentionOptions
 from quire_engine.models.step_context import GRID_POSITIONS, StepContext
@@ -61,6 +61,11 @@ class Attention(nn.Module):
         self.sinks = SlicedWeight({"": config.num_heads}, parallel) if options.sinks else None
         self.q_norm = self.k_norm = None
         self.head_layer_norms, self.has_gates = options.head_layer_norms, options.output_gate
+        self.gate_proj: ColumnParallel | None = None
+        if options.head_gates:
+            self.gate_proj = ColumnParallel(
+                in_features or config.hidden_size, {"gate_proj": config.num_heads}, False, parallel
+            )
         self.has_bidirectional_parts = options.has_bidirectional_parts
         self.norms_projections, self.norms_after_rope = options.projection_norms, options.norms_after_rope
         if options.head_norms:
@@ -110,6 +115,8 @@ class Attention(nn.Module):
         `paged_attention`."""
         qkv_TQ = self.qkv_proj(hidden_TE)
         heads_TV = self.attend(qkv_TQ, key_cache_NKBD, value_cache_NKBD, context, position_bias_HR)
+        if self.gate_proj is not None:
+            heads_TV = activate_and_mul(self.gate_proj(hidden_TE), "sigmoid", heads_TV)
         out_TE: torch.Tensor = self.o_proj(heads_TV)
         return out_TE
 

@@ -17,6 +17,7 @@ from quire_engine.models import CheckpointConfig, check_checkpoint, weight_cache
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.latent_attention import _HeadProjections
 from quire_engine.models.layers.parallel import Packable, VocabParallel
+from quire_engine.models.layers.rg_lru import _Gates
 from quire_engine.models.linear import base
 from quire_engine.models.loader import load_model
 from quire_engine.outputs import RequestOutput
@@ -31,7 +32,7 @@ WHOLE = ParallelState()
 SECOND = ParallelState(rank=1, tensor_parallel_size=2)
 HYBRIDS = [
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1", "jamba",
-    "bamba", "olmo_hybrid", "zamba2",
+    "bamba", "olmo_hybrid", "lfm3", "recurrent_gemma", "zamba2",
 ]  # fmt: skip
 """Families with recurrent layers."""
 HYBRID_FORMS = ["gptq-32-asym", "gptq-act-order", "awq", "packed-asym"]
@@ -88,6 +89,8 @@ def rows_of(model: Decoder) -> list[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, _HeadProjections):
             results += [one.packed.data for one in module.packed_weight]
+        elif isinstance(module, _Gates):
+            results.append(module.packed_weight.packed.data)
         elif isinstance(module, Packable) and not isinstance(module, VocabParallel):
             size = module.projections[0].columns.stop - module.projections[0].columns.start
             results.append(module.apply_linear(torch.eye(size), torch.float32))

@@ -16,10 +16,12 @@ from quire_engine.models.options import (
     GatedDeltaOptions,
     LatentAttentionOptions,
     MLPOptions,
+    RgLruOptions,
     ShortConvOptions,
 )
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, make_small_checkpoint
+from transformers import AutoConfig
 
 QWEN = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_key_heads": 2,
@@ -97,6 +99,56 @@ def test_kimi_as_it_is_published(tmp_path: Path) -> None:
     assert config.max_position_embeddings == 4096
 
 
+LFM3 = {
+    "architectures": ["Lfm3ForCausalLM"], "model_type": "lfm3", "hidden_size": 2048, "num_hidden_layers": 6,
+    "vocab_size": 512,
+}  # fmt: skip
+GRIFFIN = {
+    "architectures": ["RecurrentGemmaForCausalLM"], "model_type": "recurrent_gemma", "hidden_size": 2560,
+    "num_hidden_layers": 4, "num_attention_heads": 10, "num_key_value_heads": 1, "intermediate_size": 15360,
+    "lru_width": 2560, "attention_window_size": 2048, "conv1d_width": 4, "logits_soft_cap": 30.0, "head_dim": 256,
+    "block_types": ["recurrent", "recurrent", "attention"], "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 256000, "rms_norm_eps": 1e-6, "w_init_variance_scale": 0.01, "attention_bias": False,
+    "final_w_init_variance_scale": 0.0769, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "eos_token_id": 1,
+}  # fmt: skip
+"""With the fields of the published file of 2B, and fewer layers."""
+
+
+@pytest.mark.parametrize(("fields", "is_stored"), [(LFM3, False), (LFM3, True), (GRIFFIN, False), (GRIFFIN, True)])
+def test_as_transformers_reads_it(fields: dict[str, Any], is_stored: bool, tmp_path: Path) -> None:
+    """Of LFM3 all defaults."""
+    theirs = AutoConfig.for_model(**fields)
+    given = json.loads(theirs.to_json_string(use_diff=False)) if is_stored else {}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **given}))
+    config = CheckpointConfig.from_folder(tmp_path)
+    for name in ("vocab_size", "hidden_size", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(theirs, name)
+    sizes = theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim
+    assert (config.num_heads, config.num_kv_heads, config.head_size) == sizes
+    kinds = theirs.layer_types
+    assert len(config.options.layers) == theirs.num_hidden_layers == len(kinds)
+    for layer, kind in zip(config.options.layers, kinds, strict=True):
+        assert isinstance(layer.mlp, MLPOptions)
+        assert (layer.attention is None) == (kind in ("conv", "linear_attention"))
+        if isinstance(layer.attention, AttentionOptions):
+            rope, own = layer.attention.rope, theirs.rope_parameters.get(kind, theirs.rope_parameters)
+            assert layer.attention.window == (theirs.sliding_window if kind == "sliding_attention" else None)
+            assert rope is not None
+            assert (rope.rope_type, rope.rope_theta, rope.partial_rotary_factor) == (
+                own["rope_type"], own["rope_theta"], own.get("partial_rotary_factor", 1.0),
+            )  # fmt: skip
+    first, mlp = config.options.layers[0].state, config.options.layers[0].mlp
+    if fields is LFM3:
+        assert first == ShortConvOptions(size=2048, conv_size=7)
+        assert mlp == MLPOptions(intermediate_size=7680)
+        assert config.max_position_embeddings == 128000
+    else:
+        assert first == RgLruOptions(width=2560, num_heads=10, conv_size=4, activation="gelu_tanh")
+        assert mlp == MLPOptions(intermediate_size=7680, activation="gelu_tanh", bias=True)
+        assert config.options.embedding_scale == torch.tensor(2560**0.5, dtype=torch.bfloat16).item() == 50.5
+        assert (config.max_position_embeddings, config.options.logits_soft_cap) == (8192, 30.0)
+
+
 def test_lfm_as_it_is_published(tmp_path: Path) -> None:
     """With the names that fields had at first."""
     config = config_of(
@@ -126,6 +178,12 @@ def test_lfm_as_it_is_published(tmp_path: Path) -> None:
         ({**LFM, "full_attn_idxs": ["1"]}, "full_attn_idxs is .'1'.; it must be a list of layers' numbers"),
         ({**LFM, "conv_bias": 1}, "conv_bias is 1; it must be true or false"),
         ({**OLMO, "linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval is 2; it must be true or false"),
+        ({**LFM3, "layer_types": ["linear_attention"] * 6}, "layer_types is .*; it must be conv or full_attention or"),
+        ({**LFM3, "use_attention_gate": 1}, "use_attention_gate is 1; it must be true or false"),
+        ({**GRIFFIN, "block_types": ["conv"]}, "block_types is .'conv'.; it must be a list of recurrent and attention"),
+        ({**GRIFFIN, "lru_width": 2561}, "num_attention_heads is 10; it must be a divisor of lru_width=2561"),
+        ({**GRIFFIN, "conv1d_width": 1}, "conv1d_width is 1; it must be an integer from 2"),
+        ({**GRIFFIN, "hidden_activation": "tanh"}, "hidden_activation is 'tanh'; it must be one of"),
     ],
 )
 def test_what_cannot_be_is_rejected_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -285,10 +285,12 @@ def test_a_model_without_attention_has_any_length(checkpoint: Callable[[str], Pa
         assert core_of(llm).ready.max_model_len == 1000
 
 
-@pytest.mark.parametrize("name", ["granite-hybrid-dense", "nemotron-h-latent", "falcon-h1-norm", "zamba2-plain"])
+@pytest.mark.parametrize(
+    "name", ["granite-hybrid-dense", "nemotron-h-latent", "falcon-h1-norm", "lfm3-plain", "zamba2-plain"]
+)
 def test_what_else_these_families_have(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """No experts and rotated attention; experts of latent vectors; a norm with the gate, and biases; one
-    shared block, with biases, and without products of attention."""
+    """No experts and rotated attention; experts of latent vectors; a norm with the gate, and biases; no gates and no
+    norms of outputs; one shared block, with biases, and without products of attention."""
     folder = checkpoint(name)
     model = load_reference(folder)
     expected = [generate_greedily(model, prompt, NUM_TOKENS) for prompt in PROMPTS[:3]]

@@ -62,8 +62,7 @@ def test_ours_alone_if_told_so(tmp_path: Path) -> None:
         ({"architectures": ["FuyuForCausalLM"], "model_type": "fuyu"}, "is a multi-modal model"),
         ({**GPT2, "vision_config": {"hidden_size": 8}}, "is a model with vision_config, which takes more than text"),
         *(({"architectures": [name], "model_type": kind}, "is a model with layers of recurrent state")
-          for name, kind in (("RwkvForCausalLM", "rwkv"), ("ZambaForCausalLM", "zamba"),
-                             ("RecurrentGemmaForCausalLM", "recurrent_gemma"))),
+          for name, kind in (("RwkvForCausalLM", "rwkv"), ("ZambaForCausalLM", "zamba"))),
         ({**GPT2, "layer_types": ["chunked_attention"]}, "is a model with layers of type 'chunked_attention'"),
         *(({"architectures": [name], "model_type": kind}, "is a model whose attention cannot be replaced")
           for name, kind in (("BloomForCausalLM", "bloom"), ("MptForCausalLM", "mpt"))),

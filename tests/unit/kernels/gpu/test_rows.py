@@ -180,6 +180,16 @@ def test_a_gate_that_multiplies_as_it_is_or_by_its_sigmoid(
     torch.testing.assert_close(out.double(), gate.double() * up.double(), **tolerance)
 
 
+@pytest.mark.parametrize("width", [20, 128])
+def test_a_gate_of_several_columns(
+    width: int, device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, 5, 12), randn(device, dtype, 5, 12 * width)
+    out = activate_and_mul(strided(gate), "sigmoid", strided(up))
+    expected = gate.double().sigmoid().repeat_interleave(width, 1) * up.double()
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+
+
 @SHAPES
 def test_swigluoai(
     shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
