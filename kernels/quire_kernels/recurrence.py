@@ -228,7 +228,7 @@ def rg_lru(
             heads=heads, size=size, ring_size=ring_size, is_float=x.dtype == torch.float32,
             step=step_of(rows, num_rows), rows=num_rows,
         )  # fmt: skip
-        launch("quire_rg_lru", call, out_TC)
+        launch("quire_rg_lru", call)
         return out_TC
 
     def step(

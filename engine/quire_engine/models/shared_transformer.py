@@ -66,7 +66,7 @@ class LowRank(nn.Module):
     def add_to(self, out_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
         """Add the products to what the projection has made of the rows; in place."""
         lows = self.down(x_TK).split(self.down.sizes, 1)
-        for up, low_TR, part in zip(self.up, lows, out_TN.split(self.sizes, 1), strict=True):
+        for up, low_TR, part in zip(self.up, lows, torch.split(out_TN, self.sizes, 1), strict=True):
             add_residual(up(low_TR), part)
 
 

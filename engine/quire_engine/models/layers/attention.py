@@ -158,7 +158,7 @@ class Attention(nn.Module):
         """What `qkv_proj` has computed -> queries, [T, H, D], and the gates of their outputs, if there are any; writes
         this step's keys and values to the cache."""
         sizes = [self.head_size * heads for heads in self.qkv_proj.heads]
-        q, *projected = qkv_TQ.split(sizes, dim=-1)
+        q, *projected = torch.split(qkv_TQ, sizes, dim=-1)
         gate = None
         if self.has_gates:
             q, gate = q.chunk(2, dim=-1)
@@ -176,8 +176,8 @@ class Attention(nn.Module):
             )
             query_norm = key_norm = None
         late_norm, query_norm = (query_norm, None) if self.norms_after_rope else (None, query_norm)
-        query_THD = q.unflatten(-1, (self.num_heads, self.head_size))
-        kv_heads = [x.unflatten(-1, (self.num_kv_heads, self.head_size)) for x in projected]
+        query_THD = q.view(len(q), self.num_heads, self.head_size)
+        kv_heads = [x.view(len(x), self.num_kv_heads, self.head_size) for x in projected]
         key_TKD, value_TKD = (kv_heads[0], kv_heads[-1]) if kv_heads else (query_THD[:, :0], None)
         positions, cos_sin, query_cos_sin = context.positions, self.cos_sin, self.query_cos_sin
         if context.cos_sin is not None:

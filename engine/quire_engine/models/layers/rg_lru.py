@@ -98,7 +98,7 @@ class RgLru(nn.Module):
         rows = context.states
         x_TC, y_TC = self.in_proj(hidden_TE).split(self.in_proj.sizes, dim=-1)
         x_TC = causal_conv(x_TC, self.conv_1d.weight.squeeze(1), self.conv_bias.weight, conv_ring_MRC, rows, "none")
-        gates_THG = head_linear(x_TC.unflatten(1, (-1, self.gates.size)), self.gates.packed_weight)
+        gates_THG = head_linear(x_TC.view(len(x_TC), -1, self.gates.size), self.gates.packed_weight)
         out_TC = rg_lru(x_TC, gates_THG, self.bias_HG, self.decay_C, state_MC, ring_MRI, rows)
         out_TE: torch.Tensor = self.linear_out(activate_and_mul(y_TC, self.options.activation, out_TC))
         return out_TE
