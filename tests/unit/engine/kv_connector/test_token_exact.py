@@ -79,8 +79,8 @@ def test_a_new_engine_loads_what_another_has_saved(
     [
         "bamba", "jamba", "kimi-linear", "lfm2", "qwen3-5",  # one of each kind of state
         *(pytest.param(name, marks=pytest.mark.slow) for name in (
-            "falcon-h1", "falcon-mamba", "granite-hybrid", "lfm2-moe", "mamba", "mamba2", "nemotron-h", "olmo-hybrid",
-            "qwen3-5-moe", "qwen3-next",
+            "falcon-h1", "falcon-mamba", "granite-hybrid", "lfm2-moe", "lfm3", "mamba", "mamba2", "nemotron-h",
+            "olmo-hybrid", "qwen3-5-moe", "qwen3-next", "recurrent-gemma", "zamba2",
         )),
     ],
 )  # fmt: skip
