@@ -11,6 +11,7 @@ from quire_backend.request import (
     MAX_PARAMETERS_LENGTH,
     Embeds,
     LongConversation,
+    operation_of,
     parse_request,
     traceparent_parameter,
 )
@@ -441,3 +442,8 @@ def test_how_a_conversation_ends(request_of: Any) -> None:
     for more in ({"add_generation_prompt": True, "continue_final_message": True}, {"add_generation_prompt": 1}):
         with pytest.raises(RequestError, match=r"^messages"):
             ending(**more)
+
+
+def test_a_request_with_messages_is_a_chat() -> None:
+    assert operation_of(["messages", "stream"]) == "chat"
+    assert operation_of(["text_input"]) == operation_of([]) == "text_completion"
