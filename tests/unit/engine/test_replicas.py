@@ -147,7 +147,7 @@ def test_streams_of_engines_on_other_hosts_go_on_when_these_are_cut_off_or_kille
         first = [Stream(llm, prompt, PARAMS[3]) for prompt in PROMPTS[:3]]
         await asyncio.gather(*(stream.task for stream in first))
         streams = [Stream(llm, *one) for one in zip(PROMPTS, PARAMS, strict=True)]
-        await until(lambda: min(stream.num_tokens for stream in streams) > 8)
+        await until(lambda: min(stream.num_tokens for stream in streams) > 1)  # before those of fast engines end
         snapshot = await llm.snapshot()
         assert {request.engine for request in snapshot.requests} == {0, 1, 2}
         assert [bool(one.host) for one in snapshot.engine.engines] == [False, True, True]
