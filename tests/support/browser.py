@@ -1,5 +1,6 @@
 """The dashboard in a process of its own, a headless Chromium, and pages of it that may only talk to the dashboard."""
 
+import json
 import os
 import re
 import signal
@@ -12,7 +13,12 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from quire_dashboard.settings import Settings, to_environment
+from quire_dashboard.settings import (
+    DASHBOARD_TOKEN_VARIABLE,
+    INTROSPECTION_TOKENS_VARIABLE,
+    TRACES_VARIABLE,
+    Settings,
+)
 from support.chromium import find_chromium
 from support.ports import free_port
 from support.serving import wait_until
@@ -70,10 +76,16 @@ def dashboard(*servers: Settings) -> Iterator[str]:
     with free_port() as port:
         named = [part for one in servers for part in ("--url", one.url, "--metrics", one.metrics)]
         arguments = (*named, "--prometheus", servers[0].prometheus, "--port", str(port))
+        variables = {
+            DASHBOARD_TOKEN_VARIABLE: servers[0].token, TRACES_VARIABLE: servers[0].traces,
+            INTROSPECTION_TOKENS_VARIABLE: json.dumps({one.url: one.introspection_token for one in servers}),
+        }  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, "-m", "quire_dashboard", *arguments],
-            env={**os.environ, **to_environment(servers)}, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            env={**os.environ, **variables},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         address = f"http://127.0.0.1:{port}"
 
         def is_up() -> bool:
