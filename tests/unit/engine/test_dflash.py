@@ -2,30 +2,26 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_engine import LLM, SamplingParams
 from quire_engine.config import EngineConfig
 from quire_engine.errors import CheckpointError
-from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import check_checkpoint
 from quire_engine.models.layers.rope import rope_cos_sin
 from quire_engine.models.options import RopeConfig
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
-from support.every_kind import core_of
+from support.draft_engines import SMALL_STEPS, check_no_token_changes, drafting_llm, drafts_of
 from support.oracle import load_reference, make_prompts
-from support.scheduling import draft_always
 
 VOCAB_SIZE, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, EPS = 515, 4, 2, 24, 16, 1e-6
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}
-SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 2, "enable_prefix_caching": False}
 PARAMS = [
     {"temperature": 0}, {"seed": 1}, {"seed": 2, "top_p": 0.9, "top_k": 20}, {"seed": 3, "repetition_penalty": 1.1},
     {"temperature": 0, "logprobs": 2},
@@ -128,22 +124,7 @@ class Reference:
         return logits.argmax(-1).tolist()  # which a scale and a cap do not change
 
 
-@contextmanager
-def llm_of(target: Path, draft: Path | None, most: int = 3, **settings: Any) -> Iterator[LLM]:
-    """One that computes all drafts, whether they pay off or not; without a draft folder it has none."""
-    if draft is not None:
-        settings["speculative_config"] = {
-            "method": "dflash", "model": str(draft), "num_speculative_tokens": most,
-            "acceptance": settings.pop("acceptance", None),
-        }  # fmt: skip
-    sizes = {"dtype": "float32", "max_model_len": 128, "device": "cpu", "kv_cache_memory_bytes": 2**24}
-    llm = LLM(target, **{**sizes, **settings})
-    try:
-        if draft is not None:
-            draft_always(core_of(llm).scheduler, None, VOCAB_SIZE, most)
-        yield llm
-    finally:
-        llm.shutdown()
+llm_of = partial(drafting_llm, "dflash", vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("name", "most", "changes", "settings"), [
@@ -166,24 +147,10 @@ def test_drafts_are_those_of_the_published_code(
     if there is one."""
     target, draft = checkpoint(name), make_draft(tmp_path / "draft", checkpoint(name), **changes)
     reference, prompts = Reference(target, draft), make_prompts(4, VOCAB_SIZE, max_length=60)
-    drafts: list[tuple[str, DraftTokens]] = []
-    with llm_of(target, draft, most, **settings) as llm:
-        scheduler = core_of(llm).scheduler
-        update = scheduler.update_from_output
-
-        def note(scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> Any:
-            drafts.extend((runner_output.drafts or {}).items())
-            return update(scheduler_output, runner_output)
-
-        scheduler.update_from_output = note  # type: ignore[method-assign]
+    with llm_of(target, draft, most=most, **settings) as llm:
         for _ in range(2):
-            drafts.clear()
-            sampling_params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-            outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
-            texts = {out.request_id: out.prompt_token_ids + out.outputs[0].token_ids for out in outputs}
-            assert len(drafts) >= 8
-            for request_id, own in drafts:
-                known, number = texts[request_id][: own.start], len(own.token_ids)
+            for known, own in drafts_of(llm, prompts):
+                number = len(own.token_ids)
                 assert 0 < number <= min(most, 5)
                 if (own.start - 1 + number) % BLOCK_SIZE == 0 and number > 1:  # the last mask may have no place
                     shorter = reference.drafts(known, number - 1)
@@ -221,25 +188,8 @@ def predictable(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Temp
 ])  # fmt: skip
 def test_no_token_changes(settings: dict[str, Any], predictable: Path) -> None:
     prompts = make_prompts(len(PARAMS), VOCAB_SIZE, max_length=40)
-    params = [SamplingParams.from_mapping({"max_tokens": 24, "ignore_eos": True, **own}) for own in PARAMS]
-    if "acceptance" in settings:  # which gives sampled requests other tokens
-        params = [params[0]] * len(prompts)
-    alone = {name: value for name, value in settings.items() if name != "acceptance"}
-    with llm_of(predictable / "target", None, **alone) as llm:
-        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
-    with llm_of(predictable / "target", predictable / "draft", **settings) as llm:
-        for _ in range(2):
-            assert [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == expected
-        stats = llm.get_stats()
-        assert (stats.num_failed_steps, stats.num_blocks_used) == (0, 0)
-        assert stats.drafts is not None
-        assert stats.drafts.num_accepted_tokens >= 20
-        assert stats.num_preemptions >= ("kv_cache_memory_bytes" in settings)
-        llm.sleep(2)
-        llm.wake_up()
-        assert [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == expected
-        assert llm.get_stats().drafts.num_accepted_tokens > stats.drafts.num_accepted_tokens
-        core_of(llm).scheduler.check_integrity()
+    stats = check_no_token_changes(llm_of, predictable / "target", predictable / "draft", prompts, PARAMS, settings)
+    assert stats.num_preemptions >= ("kv_cache_memory_bytes" in settings)
 
 
 @pytest.mark.parametrize(("changes", "told"), [

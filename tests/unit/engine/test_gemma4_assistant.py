@@ -2,31 +2,28 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from quire_engine import LLM, SamplingParams
+from quire_engine import SamplingParams
 from quire_engine.config import EngineConfig
 from quire_engine.errors import CheckpointError
-from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.gemma4_assistant import load_assistant
 from quire_engine.models.loader import load_model
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
-from support.every_kind import core_of
+from support.draft_engines import SMALL_STEPS, check_no_token_changes, drafting_llm, drafts_of
 from support.oracle import CHECKPOINTS, load_reference, make_prompts
-from support.scheduling import draft_always
 
 VOCAB_SIZE, SIZE = 515, 32
 TARGETS = ["gemma4", "gemma4-conditional", "gemma4-unified"]
 """Keys that are values, layers that share a cache and have inputs of their own, and another architecture."""
-SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 2, "enable_prefix_caching": False}
 PARAMS = [
     {"temperature": 0}, {"seed": 1, "temperature": 0.3}, {"seed": 2, "top_p": 0.9, "top_k": 20, "temperature": 0.5},
     {"seed": 3, "repetition_penalty": 1.1, "temperature": 0.2}, {"temperature": 0, "logprobs": 2},
@@ -96,24 +93,7 @@ class Reference:
         return drafts
 
 
-@contextmanager
-def llm_of(target: Path, assistant: Path | None, most: int = 3, **settings: Any) -> Iterator[LLM]:
-    """One that computes all drafts, whether they pay off or not; without an assistant it has none."""
-    if assistant is not None:
-        drafts = {
-            "model": str(assistant),
-            "num_speculative_tokens": most,
-            "acceptance": settings.pop("acceptance", None),
-        }
-        settings["speculative_config"] = {"method": "mtp", **drafts}
-    sizes = {"dtype": "float32", "max_model_len": 128, "device": "cpu", "kv_cache_memory_bytes": 2**24}
-    llm = LLM(target, **{**sizes, **settings})
-    try:
-        if assistant is not None:
-            draft_always(core_of(llm).scheduler, None, VOCAB_SIZE, most)
-        yield llm
-    finally:
-        llm.shutdown()
+llm_of = partial(drafting_llm, "mtp", vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("name", "is_ordered", "has_own_head", "settings"), [
@@ -134,24 +114,10 @@ def test_drafts_are_those_of_transformers(
     target, assistant = checkpoint(name), tmp_path / "assistant"
     make_assistant(assistant, target, is_ordered=is_ordered, has_own_head=has_own_head)
     reference, prompts = Reference(target, assistant), make_prompts(4, VOCAB_SIZE, max_length=60)
-    drafts: list[tuple[str, DraftTokens]] = []
     with llm_of(target, assistant, **settings) as llm:
-        scheduler = core_of(llm).scheduler
-        update = scheduler.update_from_output
-
-        def note(scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> Any:
-            drafts.extend((runner_output.drafts or {}).items())
-            return update(scheduler_output, runner_output)
-
-        scheduler.update_from_output = note  # type: ignore[method-assign]
         for _ in range(2):
-            drafts.clear()
-            sampling_params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-            outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
-            texts = {out.request_id: out.prompt_token_ids + out.outputs[0].token_ids for out in outputs}
-            assert len(drafts) >= 8
-            for request_id, own in drafts:
-                assert own.token_ids == reference.drafts(texts[request_id][: own.start], len(own.token_ids))
+            for known, own in drafts_of(llm, prompts):
+                assert own.token_ids == reference.drafts(known, len(own.token_ids))
 
 
 def make_predictable(target: Path, assistant: Path, folder: Path) -> None:
@@ -186,24 +152,7 @@ def predictable(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Temp
 ])  # fmt: skip
 def test_no_token_changes(settings: dict[str, Any], predictable: Path) -> None:
     prompts = make_prompts(len(PARAMS), VOCAB_SIZE, max_length=40)
-    params = [SamplingParams.from_mapping({"max_tokens": 24, "ignore_eos": True, **own}) for own in PARAMS]
-    if "acceptance" in settings:  # which gives sampled requests other tokens
-        params = [params[0]] * len(prompts)
-    alone = {name: value for name, value in settings.items() if name != "acceptance"}
-    with llm_of(predictable / "target", None, **alone) as llm:
-        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
-    with llm_of(predictable / "target", predictable / "assistant", **settings) as llm:
-        for _ in range(2):
-            assert [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == expected
-        stats = llm.get_stats()
-        assert (stats.num_failed_steps, stats.num_blocks_used) == (0, 0)
-        assert stats.drafts is not None
-        assert stats.drafts.num_accepted_tokens >= 20
-        llm.sleep(2)
-        llm.wake_up()
-        assert [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == expected
-        assert llm.get_stats().drafts.num_accepted_tokens > stats.drafts.num_accepted_tokens
-        core_of(llm).scheduler.check_integrity()
+    check_no_token_changes(llm_of, predictable / "target", predictable / "assistant", prompts, PARAMS, settings)
 
 
 def test_prompts_without_token_ids_are_drafted_for(predictable: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
+from support.draft_engines import SMALL_STEPS, drafts_of
 from support.engines import Stream, assert_same, engine, offline, params, run, until
 from support.every_kind import PARAMS, PROMPTS, Told, assert_told, core_of
 from support.full import FULL
@@ -20,7 +20,6 @@ from support.scheduling import draft_always
 
 VOCAB_SIZE = 4096
 FAMILIES = ["deepseek-v3-mtp", "glm4-moe-mtp", "mimo-mtp", "qwen3-5-mtp", "qwen3-next-mtp"]
-SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 2, "enable_prefix_caching": False}
 WAYS: dict[str, dict[str, Any]] = {
     "roomy": {},
     **({"small steps": SMALL_STEPS} if FULL else {}),
@@ -78,24 +77,10 @@ def test_drafts_are_those_of_transformers(
     """Long prompts and short ones; the second time they are found in the prefix cache, where there is one."""
     folder = shutil.copytree(checkpoint(family), tmp_path / family)
     reference, prompts = Reference(folder), make_prompts(4, VOCAB_SIZE, max_length=60)
-    drafts: list[tuple[str, DraftTokens]] = []
     with llm_of(folder, 3, **WAYS[way]) as llm:
-        scheduler = core_of(llm).scheduler
-        update = scheduler.update_from_output
-
-        def note(scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> Any:
-            drafts.extend((runner_output.drafts or {}).items())
-            return update(scheduler_output, runner_output)
-
-        scheduler.update_from_output = note  # type: ignore[method-assign]
         for _ in range(2):
-            drafts.clear()
-            sampling_params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-            outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
-            texts = {out.request_id: out.prompt_token_ids + out.outputs[0].token_ids for out in outputs}
-            assert len(drafts) >= 8
-            for request_id, own in drafts:
-                assert own.token_ids == reference.drafts(texts[request_id][: own.start], len(own.token_ids))
+            for known, own in drafts_of(llm, prompts):
+                assert own.token_ids == reference.drafts(known, len(own.token_ids))
 
 
 @pytest.fixture(scope="module")
