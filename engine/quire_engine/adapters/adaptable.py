@@ -31,9 +31,13 @@ def expert_linears(model: torch.nn.Module) -> list[ExpertLinears]:
     return [one for mixture in mixtures for one in mixture.adaptable_linears()]
 
 
+def _is_on_gpu(config: EngineCoreConfig) -> bool:
+    return config.parallel.device != "cpu" and torch.cuda.is_available()
+
+
 def why_not_experts(config: EngineCoreConfig) -> str:
     """Why the adapters of an engine may not change experts; empty if they may."""
-    if config.parallel.device != "cpu" and torch.cuda.is_available():
+    if _is_on_gpu(config):
         return "on a GPU"
     if config.parallel.num_redundant_experts is not None:
         return "with enable_eplb: set it to false"
@@ -43,7 +47,7 @@ def why_not_experts(config: EngineCoreConfig) -> str:
 def why_not_dora(config: EngineCoreConfig, checkpoint: CheckpointConfig) -> str:
     """Why an engine computes no DoRA; empty if it does: it needs the norms of whole rows of the base."""
     method, ranks = checkpoint.weight_format.method, config.parallel.tensor_parallel_size
-    if config.parallel.device != "cpu" and torch.cuda.is_available():
+    if _is_on_gpu(config):
         return "on a GPU"
     if ranks > 1:
         return f"with tensor_parallel_size={ranks}: a rank has parts of the base's rows"

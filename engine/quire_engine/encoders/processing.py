@@ -190,11 +190,12 @@ def main() -> None:
                 assert videos is not None
                 frames, seconds, fps = decode_video(content, job, family, videos.settings)
                 found, layout = family.prepare_video(videos.processor, frames)
+                arrays = as_arrays(found)
             else:
                 image = decode(content) if job.size is None else Image.frombytes("RGB", job.size, content)
-                found = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
-                layout = family.layout(found)
-            content = save(as_arrays(found))
+                arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
+                layout = family.layout(arrays)
+            content = save(arrays)
             os.pwrite(job.memory, content, job.num_bytes)
             return Prepared(layout, len(content), seconds=seconds, fps=fps)
         except MemoryError:

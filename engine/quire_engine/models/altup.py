@@ -18,7 +18,7 @@ from quire_kernels import activate_and_mul, add_residual, add_rms_norm, match_rm
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.base import OUTPUT, replace_rows
+from quire_engine.models.base import OUTPUT
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import ALONE, STREAM_BITS, Decoder, DecoderLayer, Features
 from quire_engine.models.layers.experts import Router
@@ -30,7 +30,7 @@ from quire_engine.models.layers.parallel import (
 )
 from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.options import AltUpOptions, LayerOptions
-from quire_engine.models.step_context import ADAPTER, KVCaches, StepContext
+from quire_engine.models.step_context import KVCaches, StepContext
 
 FLOOR = 1e-5
 """Of the mean square of a stream that gets the magnitude of another."""
@@ -135,9 +135,7 @@ class AltUpDecoder(Decoder):
         """[T] -> [T, E], or None. Stages send the streams and the embedding."""
         size, streams_TPE = self.hidden_size, None
         if self.parallel.is_first_stage:
-            hidden = self.embed(token_ids_T)
-            if embedded is not None:
-                replace_rows(hidden, embedded)
+            hidden = self._embed_prompt(token_ids_T, embedded)
         else:
             *streams, embedding_TE = receive_activations(
                 self.parallel, self.altup.num_streams + 1, len(token_ids_T), size, self.dtype
@@ -160,8 +158,7 @@ class AltUpDecoder(Decoder):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RecordableLM`; returns its input and the streams, [T, P, E], of which the last stage makes one."""
         assert features is None
-        self.step_adapters.index_T = context.columns.get(ADAPTER.name)
-        each = ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
+        each = self._each_mixer(context, kv_caches)
         embedding_TE, inputs_TI = hidden_TE.tensor_split([self.hidden_size], 1)
         inputs = dict(zip(self._numbers, self._complete_inputs(embedding_TE, inputs_TI), strict=True))
         streams_TPE = self._streams(embedding_TE) if residual_TE is None else residual_TE

@@ -286,9 +286,7 @@ class Decoder(nn.Module):
             if self.turning is not None:
                 context = context.with_cos_sin(self.turning.angles(context.columns[GRID_POSITIONS.name]))
         if self.parallel.is_first_stage:
-            hidden = self.embed(token_ids_T)
-            if embedded is not None:
-                replace_rows(hidden, embedded)
+            hidden = self._embed_prompt(token_ids_T, embedded)
         else:
             hidden, residual, *others = receive_activations(
                 self.parallel, 2 + has_inputs, len(token_ids_T), size, self.dtype
@@ -306,6 +304,15 @@ class Decoder(nn.Module):
             send_activations(self.parallel, hidden, residual, *embeddings)
             return None
         return self.final_norm(hidden, residual, context)
+
+    def _embed_prompt(
+        self, token_ids_T: torch.Tensor, embedded: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """As `embed`, with the rows that are given in place of their tokens' embeddings; see `forward`."""
+        hidden = self.embed(token_ids_T)
+        if embedded is not None:
+            replace_rows(hidden, embedded)
+        return hidden
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         hidden_TE = self.embed_alone(token_ids_T)
@@ -343,6 +350,13 @@ class Decoder(nn.Module):
         gated_TI = activate_and_mul(layer.input_gate(hidden_TE), self.layer_inputs.activation, input_TI)
         return self._norm(layer.input_projection(gated_TI), layer.norm(layer.norms.after_layer_input))
 
+    def _each_mixer(
+        self, context: StepContext, kv_caches: KVCaches
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], StepContext]]:
+        """The caches and the context of each mixer in turn, for rows whose adapters are noted."""
+        self.step_adapters.index_T = context.columns.get(ADAPTER.name)
+        return ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
+
     def run_layers(
         self,
         hidden_TE: torch.Tensor,
@@ -353,8 +367,7 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RecordableLM`."""
         taps, scale = self.feature_taps, 1.0
-        self.step_adapters.index_T = context.columns.get(ADAPTER.name)
-        each = ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
+        each = self._each_mixer(context, kv_caches)
         inputs: dict[str, torch.Tensor] = {}
         if self.layer_inputs is not None:
             embedding_TE, inputs_TI = hidden_TE[:, -self.input_size :].tensor_split([self.hidden_size], 1)

@@ -28,8 +28,7 @@ from quire_engine.models.decoder import STREAM_BITS, Decoder, DecoderLayer
 from quire_engine.models.families.reading import make_layers, read_attention, read_mlp, read_window, read_windows
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.parallel import ColumnParallel, Weight, load_targets
-from quire_engine.models.linear import draft_methods
-from quire_engine.models.loader import META, bounded_config, build, check_tensors, load_tensors
+from quire_engine.models.loader import META, bounded_config, build, check_tensors, load_draft_model
 from quire_engine.models.options import AttentionOptions, LayerOptions, ModelOptions
 from quire_engine.models.registry import DFLASH_ARCHITECTURES
 from quire_engine.models.step_context import KVCaches, StepContext
@@ -157,13 +156,7 @@ def _with_causality(fields: Fields, inner: Fields, layers: tuple[LayerOptions, .
 
 def _tapped_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Of layers by whose outputs they are numbered, those that have them at their inputs."""
-    numbers = fields.values.get("target_layer_ids")
-    if (
-        not isinstance(numbers, list)
-        or not numbers
-        or not all(type(number) is int and 0 <= number < num_layers for number in numbers)
-    ):
-        raise fields.error("target_layer_ids", f"a list of integers from 0 to {num_layers - 1}, layers of the target")
+    numbers = fields.target_layers("target_layer_ids", fields.values.get("target_layer_ids"), num_layers)
     return tuple(OUTPUT if number == num_layers - 1 else number + 1 for number in numbers)
 
 
@@ -187,8 +180,6 @@ def load_dflash(
         device: of the target.
     """
     config = DFlashCheckpoint.from_folder(folder, target_config)
-    methods = draft_methods(target_config.weight_format, quantization, config.tensors)
-    model = build(lambda: DFlash(config, max_model_len, target), target.dtype, device, methods)
-    load_tensors(model, config.tensors)
-    model.pack()
-    return model.eval()
+    return load_draft_model(
+        lambda: DFlash(config, max_model_len, target), target, target_config, config.tensors, quantization, device
+    )

@@ -39,8 +39,7 @@ from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.experts import GatedMLP
 from quire_engine.models.layers.parallel import ColumnParallel, VocabParallel, Weight, load_targets
 from quire_engine.models.layers.rope import rope_tables
-from quire_engine.models.linear import draft_methods
-from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
+from quire_engine.models.loader import build, check_tensors, load_draft_model, vocabulary_tensor
 from quire_engine.models.options import AttentionOptions, MLPOptions
 from quire_engine.models.registry import EAGLE3_ARCHITECTURES
 from quire_engine.models.step_context import StepContext
@@ -252,13 +251,7 @@ def _tapped_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     layers = source.values.get(LAYER_IDS)
     if layers is None or layers == [number - 1 for number in default]:
         layers = default
-    if (
-        not isinstance(layers, list)
-        or not layers
-        or not all(type(number) is int and 0 <= number < num_layers for number in layers)
-    ):
-        raise source.error(LAYER_IDS, f"a list of integers from 0 to {num_layers - 1}, layers of the target")
-    return tuple(layers)
+    return tuple(source.target_layers(LAYER_IDS, layers, num_layers))
 
 
 def load_eagle3(
@@ -292,9 +285,9 @@ def load_eagle3(
             embed = target.embed_tokens.embed
         else:
             tensors |= vocabulary_tensor(target_folder, target_config, "embed_tokens.weight")
-    methods = draft_methods(target_config.weight_format, quantization, tensors)
-    head = build(lambda: Eagle3(config, max_model_len, embed), target.dtype, device, methods)
-    load_tensors(head, tensors)
+    head = load_draft_model(
+        lambda: Eagle3(config, max_model_len, embed), target, target_config, tensors, quantization, device
+    )
     if head.d2t is not None:
         head.target_ids += head.d2t.weight
         low, high = (int(bound) for bound in head.target_ids.aminmax())
@@ -303,4 +296,4 @@ def load_eagle3(
                 f"{folder}: tensor d2t leads to token {low if low < 0 else high}; it must be from 0 to "
                 f"{target_config.vocab_size - 1}"
             )
-    return head.eval()
+    return head

@@ -28,8 +28,7 @@ from quire_engine.models.checkpoints.fields import Fields, read_config
 from quire_engine.models.decoder import STREAM_BITS, Decoder
 from quire_engine.models.families import gemma
 from quire_engine.models.layers.parallel import ColumnParallel, Weight, load_targets
-from quire_engine.models.linear import draft_methods
-from quire_engine.models.loader import META, bounded_config, build, check_tensors, load_tensors
+from quire_engine.models.loader import META, bounded_config, build, check_tensors, load_draft_model
 from quire_engine.models.options import AttentionOptions
 from quire_engine.models.registry import ASSISTANT_ARCHITECTURES
 from quire_engine.models.step_context import KVCaches, StepContext
@@ -180,10 +179,9 @@ def load_assistant(
         device: of the target.
     """
     config = AssistantCheckpoint.from_folder(folder, target_config)
-    methods = draft_methods(target_config.weight_format, quantization, config.tensors)
-    assistant = build(lambda: Gemma4Assistant(config, max_model_len), target.dtype, device, methods)
-    load_tensors(assistant, config.tensors)
-    assistant.pack()
+    assistant = load_draft_model(
+        lambda: Gemma4Assistant(config, max_model_len), target, target_config, config.tensors, quantization, device
+    )
     if assistant.centroids is not None:
         low, high = (int(bound) for bound in assistant.token_ordering.weight.aminmax())
         if low < 0 or high >= target_config.vocab_size:
@@ -191,4 +189,4 @@ def load_assistant(
                 f"{folder}: tensor {ORDERING} has token {low if low < 0 else high}; it must be from 0 to "
                 f"{target_config.vocab_size - 1}"
             )
-    return assistant.eval()
+    return assistant

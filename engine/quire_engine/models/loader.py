@@ -29,7 +29,7 @@ from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.encoder import Encoder
 from quire_engine.models.layers.parallel import LoadTarget, Packable, create_parameters, load_targets
-from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
+from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, draft_methods, gather, linear_methods
 from quire_engine.models.mapped import HugePages
 from quire_engine.models.options import AttentionOptions, ExpertsOptions
 from quire_engine.models.packed_values import moved
@@ -330,6 +330,24 @@ def build(
             return model
     finally:
         torch.set_default_dtype(previous)
+
+
+def load_draft_model(
+    make: Callable[[], Model],
+    target: Decoder,
+    target_config: CheckpointConfig,
+    tensors: Mapping[str, StoredTensor],
+    quantization: str | None,
+    device: torch.device,
+) -> Model:
+    """Build what drafts for a target, beside it, and fill and pack it; its matrices are quantised as the target's are.
+    Raises CheckpointError like `load_tensors`."""
+    methods = draft_methods(target_config.weight_format, quantization, tensors)
+    model = build(make, target.dtype, device, methods)
+    load_tensors(model, tensors)
+    if isinstance(model, Decoder):
+        model.pack()
+    return model.eval()
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, StoredTensor], *, reports: bool = True) -> None:

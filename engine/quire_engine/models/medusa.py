@@ -27,8 +27,7 @@ from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.fields import Fields, read_config
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.parallel import ColumnParallel, VocabParallel, load_targets
-from quire_engine.models.linear import draft_methods
-from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
+from quire_engine.models.loader import build, check_tensors, load_draft_model, vocabulary_tensor
 
 ALONE = ParallelState()
 MAX_HEADS = 64
@@ -199,7 +198,6 @@ def load_medusa(
             shared_head = target.head.packed
         else:
             tensors |= vocabulary_tensor(target_folder, target_config, "lm_head.weight")
-    methods = draft_methods(target_config.weight_format, quantization, tensors)
-    heads = build(lambda: MedusaHeads(config, shared_head), target.dtype, device, methods)
-    load_tensors(heads, tensors)
-    return heads.eval()
+    return load_draft_model(
+        lambda: MedusaHeads(config, shared_head), target, target_config, tensors, quantization, device
+    )

@@ -169,11 +169,14 @@ POOLING_ARCHITECTURES = {
     )
 } | ENCODERS  # fmt: skip
 """The same of all models that do not generate."""
-FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
-    name: getattr(module, name)
-    for name in (*ARCHITECTURES.values(), *POOLING_ARCHITECTURES.values())
+_READERS = {
+    name: value
     for module in MODULES
-    if getattr(getattr(module, name, None), "__module__", None) == module.__name__  # not imported there
+    for name, value in vars(module).items()
+    if getattr(value, "__module__", None) == module.__name__  # not imported there
+}
+FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
+    name: _READERS[name] for name in (*ARCHITECTURES.values(), *POOLING_ARCHITECTURES.values())
 }
 """By the `model_type` of its checkpoints, the function of this name, which reads their files."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -23,7 +23,6 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.altup import LEAST
-from quire_engine.models.base import replace_rows
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import ALONE, Decoder, DecoderLayer, Features, Mixer
 from quire_engine.models.layers.attention import Attention
@@ -36,7 +35,7 @@ from quire_engine.models.layers.parallel import (
 )
 from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.options import AttentionOptions, LayerOptions, MLPOptions
-from quire_engine.models.step_context import ADAPTER, KVCaches, StepContext
+from quire_engine.models.step_context import KVCaches, StepContext
 
 
 class LowRank(nn.Module):
@@ -160,9 +159,7 @@ class SharedTransformerDecoder(Decoder):
         """[T] -> [T, E], or None. Stages send the residual stream and the embedding."""
         residual: torch.Tensor | None = None
         if self.parallel.is_first_stage:
-            embedding = self.embed(token_ids_T)
-            if embedded is not None:
-                replace_rows(embedding, embedded)
+            embedding = self._embed_prompt(token_ids_T, embedded)
         else:
             residual, embedding = receive_activations(self.parallel, 2, len(token_ids_T), self.hidden_size, self.dtype)
         hidden, residual = self.run_layers(embedding, residual, context, kv_caches)
@@ -182,8 +179,7 @@ class SharedTransformerDecoder(Decoder):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RecordableLM`; takes the embedding, which is the residual stream of the first stage."""
         assert features is None
-        self.step_adapters.index_T = context.columns.get(ADAPTER.name)
-        each = ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
+        each = self._each_mixer(context, kv_caches)
         both_TE = hidden_TE.new_empty(len(hidden_TE), 2 * self.hidden_size)
         stream_TE, embedding_TE = both_TE.chunk(2, 1)
         for half_TE, source_TE in ((stream_TE, residual_TE), (embedding_TE, hidden_TE)):

@@ -76,7 +76,7 @@ class ImageFamily(Protocol):
     def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
         """Which frames of an animation are taken, of `number` with `fps` a second: those at the beginnings of equal
         stretches."""
-        count = max(min(int(number / fps * sampled_fps(settings)), number), 1)
+        count = sampled_number(settings, number, fps)
         return [position * number // count for position in range(count)]
 
     def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
@@ -102,3 +102,8 @@ class ImageFamily(Protocol):
 def sampled_fps(settings: Mapping[str, Any]) -> float:
     """Frames of each second that a video processor takes."""
     return float(settings.get("fps") or DEFAULT_SAMPLED_FPS)
+
+
+def sampled_number(settings: Mapping[str, Any], number: int, fps: float) -> int:
+    """How many of `number` frames, with `fps` a second, these are; at least one."""
+    return max(min(int(number / fps * sampled_fps(settings)), number), 1)

@@ -4,7 +4,7 @@ shuffled into fewer that are longer; the whole image, made smaller, comes last."
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire_engine.encoders.families.base import Arrays, ExpandedVideo, ImageFamily, sampled_fps
+from quire_engine.encoders.families.base import Arrays, ExpandedVideo, ImageFamily, sampled_number
 from quire_engine.encoders.families.llava import rename
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 
@@ -57,7 +57,7 @@ class InternVL(ImageFamily):
 
     def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
         """Frames in the middles of equal stretches."""
-        count = max(min(int(number / fps * sampled_fps(settings)), number), 1)
+        count = sampled_number(settings, number, fps)
         return [(2 * position + 1) * number // (2 * count) for position in range(count)]
 
     def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:

@@ -130,6 +130,13 @@ class Fields:
         if self._get(name, value) != value:
             raise self.error(name, f"{value}, as in the model that is drafted for")
 
+    def target_layers(self, name: str, numbers: Any, num_layers: int) -> list[int]:
+        """Numbers of layers of a drafting model's target, given by the field or what stands for it."""
+        are_layers = isinstance(numbers, list) and all(type(one) is int and 0 <= one < num_layers for one in numbers)
+        if not numbers or not are_layers:
+            raise self.error(name, f"a list of integers from 0 to {num_layers - 1}, layers of the target")
+        return list(numbers)
+
     def error(self, name: str, allowed: str) -> CheckpointError:
         """The exception to raise for a field with a wrong value."""
         value = self.values.get(name)
