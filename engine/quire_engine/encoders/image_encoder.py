@@ -34,6 +34,7 @@ import numpy.typing as npt
 from quire_engine.config import EngineConfig
 from quire_engine.config.frontend_config import DEFAULT_MM_LIMITS
 from quire_engine.encoders import processing, tower_process
+from quire_engine.encoders.content import content_of, unusable
 from quire_engine.encoders.families.base import ImageFamily, NoImagesError
 from quire_engine.encoders.family import (
     PROCESSOR_FILES,
@@ -42,7 +43,7 @@ from quire_engine.encoders.family import (
     processor_settings,
     read_video_settings,
 )
-from quire_engine.encoders.video import NO_VIDEOS, Video, check_number, check_pixels
+from quire_engine.encoders.video import NO_VIDEOS, Video
 from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
@@ -52,8 +53,6 @@ from quire_engine.system.limited_process import LimitedProcess
 
 logger = logging.getLogger(__name__)
 
-MAX_IMAGE_BYTES = 32 << 20
-"""The largest file of an image, and of all frames of a video together."""
 IMAGES_IN_WORK = 2
 """One is decoded while the tower encodes the one before."""
 CACHE_BYTES = 256 << 20
@@ -231,7 +230,7 @@ class ImageEncoder:
 
     def _submit(self, image: Any) -> "Future[EncodedImage]":
         """Put an image into the queue, unless it is there or in the cache."""
-        content, job = _content_of(image)
+        content, job = content_of(image)
         digest = hashlib.sha256(self._namespace + msgspec.json.encode(job))
         digest.update(content)
         key = digest.digest()
@@ -283,7 +282,7 @@ class ImageEncoder:
             answer, seconds = self._ask(self._processing, msgspec.structs.replace(job, memory=memory), "decodes")
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
-                raise _failure(prepared.error, job)
+                raise unusable(prepared.error, job)
             encoded, tower_seconds = self._ask_tower(
                 tower_process.Job(memory=memory, start=len(content), num_bytes=prepared.num_bytes)
             )
@@ -308,9 +307,9 @@ class ImageEncoder:
             token_ids = list(expanded)
         places = sum(map(token_ids.count, self._state_ids))
         if places != num_states:
-            raise _failure(f"it has {num_states} hidden states for {places} tokens", job)
+            raise unusable(f"it has {num_states} hidden states for {places} tokens", job)
         if not np.isfinite(states).all():
-            raise _failure("its hidden states are not finite", job)
+            raise unusable("its hidden states are not finite", job)
         parts = self._parts(token_ids, states, digest, grid, frame_interval)
         return EncodedImage(token_ids, list(parts), (before, after)), seconds + tower_seconds
 
@@ -358,7 +357,7 @@ class ImageEncoder:
             raise EngineDeadError("the engine was shut down")
         if is_job_at_fault:
             assert isinstance(job, processing.Job)
-            raise _failure(f"decoding it takes more than {job.seconds:.0f} s of processor time, or crashes", job)
+            raise unusable(f"decoding it takes more than {job.seconds:.0f} s of processor time, or crashes", job)
         raise _unavailable(f"the process that {what} images has died; the next image starts it")
 
     def shutdown(self) -> None:
@@ -412,69 +411,6 @@ def _video_token_id(family: ImageFamily, tokenizer: Any) -> int | None:
         token_id = tokenizer.convert_tokens_to_ids(family.video_token)
     token = None if token_id is None else tokenizer.convert_ids_to_tokens([token_id])[0]
     return None if token is None or family.video_token not in ("", token) else token_id
-
-
-def _content_of(image: Any) -> tuple[bytes, processing.Job]:
-    """The content of an image or a video, and the job that prepares it.
-
-    Raises:
-        RequestError: it is of another type, or exceeds a limit.
-    """
-    if not isinstance(image, Video):
-        content, size = _image_content(image)
-        return content, processing.Job(processing.SECONDS, -1, len(content), size)
-    job = processing.Job(processing.VIDEO_SECONDS, -1, 0, frame_bytes=[], fps=image.fps)
-    try:
-        check_number(len(image.frames))
-        contents: list[bytes] = []
-        for number, frame in enumerate(image.frames, 1):
-            content, size = _image_content(frame)
-            if contents and size != job.size:
-                raise ValueError(f"its frame {number} has the size {size}, and the first {job.size}")
-            if size is not None:
-                check_pixels(len(image.frames), *size)
-            job.size, job.num_bytes = size, job.num_bytes + len(content)
-            if size is None and job.num_bytes > MAX_IMAGE_BYTES:
-                raise ValueError(f"its files have more than {MAX_IMAGE_BYTES >> 20} MiB together")
-            contents.append(content)
-    except RequestError as error:
-        raise RequestError("multi_modal_data", str(error).replace("an image", "a frame of a video", 1)) from None
-    except ValueError as error:
-        raise _failure(str(error), job) from None
-    job.frame_bytes = list(map(len, contents))
-    return b"".join(contents), job
-
-
-def _image_content(image: Any) -> tuple[bytes, tuple[int, int] | None]:
-    """An image's file; or its pixels in RGB, and its width and height."""
-    from PIL import Image
-
-    if isinstance(image, bytes | bytearray | memoryview):
-        if len(image) > MAX_IMAGE_BYTES:
-            raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
-        return bytes(image), None
-    try:
-        if isinstance(image, Image.Image):
-            processing.check_size(*image.size)
-            return processing.flatten(image).tobytes(), image.size
-        if not isinstance(image, np.ndarray):
-            raise ValueError(
-                f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array"
-            )
-        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise ValueError(
-                f"it is an array {list(image.shape)} of {image.dtype}; it must be [height, width, 3] of uint8"
-            )
-        height, width, _ = image.shape
-        processing.check_size(width, height)
-        return image.tobytes(), (width, height)
-    except (OSError, ValueError) as error:  # Pillow's images are read when they are used
-        raise _failure(str(error)) from None
-
-
-def _failure(reason: str, job: processing.Job | None = None) -> RequestError:
-    what = "an image" if job is None or job.frame_bytes is None else "a video"
-    return RequestError("multi_modal_data", f"multi_modal_data: {what} cannot be used: {reason}")
 
 
 def _unavailable(reason: str) -> EngineUnavailableError:
