@@ -24,8 +24,7 @@ from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
 
 from quire_backend import model_config, triton_api
-from quire_backend.engine_number import EngineNumber
-from quire_backend.exporters import EngineExporters
+from quire_backend.exporters import EngineExporters, EngineNumber
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
 from quire_backend.settings import SETTINGS_FILE, TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line

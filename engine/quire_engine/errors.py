@@ -65,9 +65,14 @@ class RequestError(EngineError, ValueError):
         self.parameter = parameter
 
     @classmethod
-    def of(cls, parameter: str, what: str) -> "RequestError":
-        """The error with a message of the parameter's name and what is wrong: "is …", or after a colon ": …"."""
-        return cls(parameter, f"{parameter}{what}" if what.startswith(":") else f"{parameter} {what}")
+    def of(cls, parameter: str, predicate: str) -> "RequestError":
+        """The error whose message is a sentence about the parameter: its name and a predicate, such as "is …"."""
+        return cls(parameter, f"{parameter} {predicate}")
+
+    @classmethod
+    def because(cls, parameter: str, reason: str) -> "RequestError":
+        """The error whose message is the parameter's name, a colon, and a reason that is a sentence of its own."""
+        return cls(parameter, f"{parameter}: {reason}")
 
 
 class CheckpointError(EngineError, ValueError):

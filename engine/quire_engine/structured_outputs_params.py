@@ -106,7 +106,7 @@ class StructuredOutputsParams(
             if isinstance(error.__cause__, RequestError):
                 raise error.__cause__ from None
             reason = _MSGSPEC_TYPE.sub(lambda match: _JSON_TYPES[match[0]], str(error)).replace("`", "")
-            raise RequestError.of("structured_outputs", f": {reason}") from None
+            raise RequestError.because("structured_outputs", str(reason)) from None
 
     @property
     def kind(self) -> str:
@@ -122,7 +122,7 @@ class StructuredOutputsParams(
         try:
             return msgspec.json.encode(value).decode()
         except (RecursionError, TypeError, ValueError) as error:
-            raise RequestError.of("structured_outputs", f": {self.kind} is no JSON: {error}") from None
+            raise RequestError.because("structured_outputs", f"{self.kind} is no JSON: {error}") from None
 
 
 def _reject(what: str, allowed: str) -> NoReturn:
@@ -133,9 +133,9 @@ def _decode_json(name: str, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except RecursionError:
-        raise RequestError.of("structured_outputs", f": {name} nests too deeply") from None
+        raise RequestError.because("structured_outputs", f"{name} nests too deeply") from None
     except ValueError as error:
-        raise RequestError.of("structured_outputs", f": {name} is no JSON: {error}") from None
+        raise RequestError.because("structured_outputs", f"{name} is no JSON: {error}") from None
 
 
 def schemas_of_tag(tag: Any) -> list[dict[str, Any]]:
@@ -282,13 +282,15 @@ def resolve_reference(schema: Any, reference: str) -> Any:
 
 
 def _unsupported(place: _Place | None, what: str) -> RequestError:
-    return RequestError.of(
-        "structured_outputs", f": the json schema uses {what} at {_path(place)}, which cannot be enforced"
+    return RequestError.because(
+        "structured_outputs", f"the json schema uses {what} at {_path(place)}, which cannot be enforced"
     )
 
 
 def _malformed(place: _Place | None, name: str, allowed: str) -> RequestError:
-    return RequestError.of("structured_outputs", f": {name!r} of the json schema, at {_path(place)}, must be {allowed}")
+    return RequestError.because(
+        "structured_outputs", f"{name!r} of the json schema, at {_path(place)}, must be {allowed}"
+    )
 
 
 def _path(place: _Place | None) -> str:

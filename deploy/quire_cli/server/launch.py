@@ -9,8 +9,9 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+
+from quire_engine.system.extras import package_folder
 
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.server.tritonserver import STUB, TritonServer, libpython
@@ -175,19 +176,13 @@ def has_gpu() -> bool:
 
 def _package_paths() -> list[str]:
     """Entries of sys.path that hold installed packages, and the folders that our own packages are in."""
-    ours = {str(folder.parent) for name in PACKAGES if (folder := _package_folder(name))}
+    ours = {str(folder.parent) for name in PACKAGES if (folder := package_folder(name))}
     given = {str(Path(entry)) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     found = [
         entry for entry in sys.path
         if entry in ours | given or Path(entry).name in ("site-packages", "dist-packages")
     ]  # fmt: skip
     return [*found, *sorted(ours - set(found))]
-
-
-def _package_folder(name: str) -> Path | None:
-    spec = find_spec(name)
-    locations = list(spec.submodule_search_locations or []) if spec else []
-    return Path(locations[0]) if locations else None
 
 
 def _joined(first: Iterable[str], rest: str | None) -> str:

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from quire_engine.system.extras import package_folder
+
 from quire_cli.errors import CommandError
 
 _NO_FIELD = re.compile(r'Message type "(?P<type>[^"]+)" has no field named "(?P<name>[^"]+)"')
@@ -59,18 +61,19 @@ def _schema() -> Any:
 
     It is loaded by its file: importing it by name would import all of tritonclient and gRPC.
     """
-    package = importlib.util.find_spec("tritonclient")
-    for location in (package.submodule_search_locations or []) if package else []:
-        file = Path(location) / "grpc" / "model_config_pb2.py"
-        spec = importlib.util.spec_from_file_location("quire_cli._model_config_pb2", file)
-        if file.is_file() and spec is not None and spec.loader is not None:
-            module = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except Exception:  # no protobuf is installed, or its version does not fit
-                return None
-            return module
-    return None
+    folder = package_folder("tritonclient")
+    if folder is None:
+        return None
+    file = folder / "grpc" / "model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("quire_cli._model_config_pb2", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception:  # there is no such file or no protobuf, or its version does not fit
+        return None
+    return module
 
 
 def _explained(schema: Any, message: str) -> tuple[str, str]:

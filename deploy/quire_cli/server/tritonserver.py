@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
-from quire_engine.system.extras import install_command
+from quire_engine.system.extras import install_command, package_folder
 
 from quire_cli.errors import CommandError
 
@@ -131,8 +130,8 @@ def find_tritonserver() -> TritonServer:
 def installations() -> Iterator[TritonServer]:
     """Every installation there is, in the order of preference."""
     on_path = shutil.which("tritonserver")
-    wheel = _wheel_folder()
-    wheel_binary = wheel / "bin" / "tritonserver" if wheel else None
+    wheel = package_folder("pytriton")
+    wheel_binary = wheel / "tritonserver" / "bin" / "tritonserver" if wheel else None
     seen: set[Path] = set()
     for binary, origin in ((on_path, "PATH"), (_OPT, str(_OPT.parent)), (wheel_binary, f"the {_WHEEL} wheel")):
         if binary is None or not Path(binary).is_file():
@@ -151,13 +150,6 @@ def libpython() -> Path | str | None:
         if folder and (Path(folder) / name).is_file():
             return Path(folder) / name
     return find_library(f"python{PYTHON}")
-
-
-def _wheel_folder() -> Path | None:
-    # For a top-level name, find_spec finds the folder without importing the package.
-    spec = find_spec("pytriton")
-    locations = list(spec.submodule_search_locations or []) if spec else []
-    return Path(locations[0]) / "tritonserver" if locations else None
 
 
 def _describe(binary: Path, origin: str) -> TritonServer:

@@ -61,6 +61,14 @@ class Video:
         return f"{_URL}{fps};base64,{','.join(base64.b64encode(frame).decode() for frame in self.frames)}"
 
 
+def named(content: Sequence[Any]) -> str:
+    """What to call the images and videos of a prompt in an error."""
+    num_videos = sum(isinstance(one, Video) for one in content)
+    if num_videos < len(content):
+        return "images and videos" if num_videos else "images"
+    return "a video" if num_videos == 1 else "videos"
+
+
 def read_videos(given: Any) -> list[Video]:
     """The videos of `multi_modal_data`: one, or a list of them.
 

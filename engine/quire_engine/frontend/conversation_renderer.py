@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from quire_engine.encoders.video import NO_VIDEOS, Video
+from quire_engine.encoders.video import NO_VIDEOS, Video, named
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
 from quire_engine.frontend.image_parts import PLACE, VIDEO_PLACE, fit_contents, split_images
@@ -55,7 +55,7 @@ class ConversationRenderer:
             text = self._render(template, fitted, self._tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
-            raise RequestError.of(name, f": the chat template failed: {reason}") from None
+            raise RequestError.because(name, f"the chat template failed: {reason}") from None
         num_videos = sum(isinstance(image, Video) for image in images)
         for kind, place, number in (("image", PLACE, len(images) - num_videos), ("video", VIDEO_PLACE, num_videos)):
             if not number or text.count(self._placeholders[kind]) >= number:
@@ -101,7 +101,7 @@ class ConversationRenderer:
             raise RequestError.of(name, "is empty; it must hold at least one message")
         split, images = split_images(messages, conversation.images)
         if images and not self._placeholders:
-            raise RequestError.of(name, f"holds images; {self._why_no_images}")
+            raise RequestError.of(name, f"holds {named(images)}; {self._why_no_images}")
         if "video" not in self._placeholders and any(isinstance(image, Video) for image in images):
             raise RequestError.of(name, f"holds a video, which {NO_VIDEOS}")
         if any(isinstance(image, str) for image in images):

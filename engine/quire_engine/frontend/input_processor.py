@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.encoders.image_encoder import ImageEncoder
-from quire_engine.encoders.video import read_videos
+from quire_engine.encoders.video import named, read_videos
 from quire_engine.errors import RequestError
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.conversation_renderer import ConversationRenderer
@@ -314,9 +314,9 @@ class InputProcessor:
     ) -> tuple[list[int], list[PromptPart]]:
         """Token ids and parts of a prompt with images. Raises RequestError if they do not fit it or the model."""
         if self.images is None:
-            raise RequestError.of("multi_modal_data", f"holds images; {self._why_no_images}")
+            raise RequestError.of("multi_modal_data", f"holds {named(images)}; {self._why_no_images}")
         if max_prompt_tokens is not None:
-            raise RequestError.of("truncate_prompt_tokens", "is given with images, which cannot be cut")
+            raise RequestError.of("truncate_prompt_tokens", f"is given with {named(images)}, which cannot be cut")
         return self.images.insert(token_ids, images)
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:

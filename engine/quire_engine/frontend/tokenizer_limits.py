@@ -206,8 +206,8 @@ class LimitedEncoder:
         assert self._process is not None
         answer = self._process.ask(msgspec.json.encode(job))
         if not answer:
-            raise RequestError.of(
-                name, f": tokenizing it takes more than {ENCODE_SECONDS:.0f} s of processor time, or crashes"
+            raise RequestError.because(
+                name, f"tokenizing it takes more than {ENCODE_SECONDS:.0f} s of processor time, or crashes"
             )
         result = msgspec.json.decode(answer, type=_Result)
         if result.error is not None:
@@ -241,7 +241,7 @@ def _segment_start(type_ids: list[int]) -> int | None:
 
 
 def _failure(name: str, reason: str) -> RequestError:
-    return RequestError.of(name, f": the tokenizer fails on this text: {reason}")
+    return RequestError.because(name, f"the tokenizer fails on this text: {reason}")
 
 
 def characters_per_token(tokenizer: Any) -> int:

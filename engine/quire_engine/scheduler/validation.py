@@ -73,9 +73,9 @@ def validate_request(request: EngineCoreRequest, ready: EngineCoreReady, prompt_
         num_tokens += max_output_tokens(num_prompt, params, max_model_len) - 1
     if num_tokens > ready.num_kv_cache_tokens:
         name = prompt_name if num_prompt > ready.num_kv_cache_tokens else "max_tokens"
-        raise RequestError.of(
+        raise RequestError.because(
             name,
-            f": a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
+            f"a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
             f"KV cache of {ready.num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise "
             "kv_cache_memory_bytes",
         )
@@ -106,25 +106,25 @@ def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt
     end = 0
     for part in parts:
         if part.start < end or part.length < 1 or part.end > num_prompt:
-            raise RequestError.of("prompt_embeds", f": rows {part.start} to {part.end} are out of place")
+            raise RequestError.because("prompt_embeds", f"rows {part.start} to {part.end} are out of place")
         if part.grid and (len(part.grid) != 3 or min(part.grid) < 1 or math.prod(part.grid) != part.length):
-            raise RequestError.of("multi_modal_data", f": a grid of {part.grid} has no {part.length} places")
+            raise RequestError.because("multi_modal_data", f"a grid of {part.grid} has no {part.length} places")
         if part.grid and not (0 <= part.frame_interval < math.inf and part.position_shift <= 0):
-            raise RequestError.of(
+            raise RequestError.because(
                 "multi_modal_data",
-                f": frames of a video with {part.length} tokens are {part.frame_interval:g} positions "
+                f"frames of a video with {part.length} tokens are {part.frame_interval:g} positions "
                 "apart, so that its positions would exceed those of its tokens; state a higher fps",
             )
         width = ready.hidden_size * (1 + ready.num_deepstack_layers) if part.grid else ready.hidden_size
         if len(part.tensor) != 4 * part.length * width:
-            raise RequestError.of(
-                "prompt_embeds", f": {part.length} rows of {width} numbers are expected, not "
+            raise RequestError.because(
+                "prompt_embeds", f"{part.length} rows of {width} numbers are expected, not "
                 f"{len(part.tensor)} bytes"
             )  # fmt: skip
         if part.is_bidirectional and part.length > ready.max_num_batched_tokens:
-            raise RequestError.of(
+            raise RequestError.because(
                 "multi_modal_data",
-                f": an image has {part.length} tokens, which one step has to compute; with "
+                f"an image has {part.length} tokens, which one step has to compute; with "
                 f"max_num_batched_tokens={ready.max_num_batched_tokens} it cannot: use a smaller one, or raise the "
                 "setting",
             )

@@ -1,5 +1,5 @@
-"""How to install an extra of Quire, which is in no package index, so that `pip install 'quire[…]'` finds nothing; and
-where Quire keeps files that it has made or downloaded."""
+"""How to install an extra of Quire, which is in no package index, so that `pip install 'quire[…]'` finds nothing; where
+packages are; and where Quire keeps files that it has made or downloaded."""
 
 import json
 import os
@@ -32,6 +32,16 @@ def cache_folder(name: str) -> Path | None:
     """A folder of Quire in `$XDG_CACHE_HOME` or `~/.cache`; None if the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base, "quire", name) if os.path.isabs(base) else None
+
+
+def package_folder(name: str) -> Path | None:
+    """The folder of an installed package, which is not imported. None if there is none of this name.
+
+    Args:
+        name: without a dot, or else the packages around it would be imported.
+    """
+    spec = find_spec(name)
+    return next(map(Path, (spec and spec.submodule_search_locations) or ()), None)
 
 
 def missing_package(extra: str, *modules: str) -> str:

@@ -4,7 +4,6 @@ What is read of the installed transformers is its source: importing it takes sec
 """
 
 import ast
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MA
 from quire_engine.models.checkpoints.files import brief
 from quire_engine.models.checkpoints.weight_format import modelopt_config, reject_mlx
 from quire_engine.models.registry import ARCHITECTURES
+from quire_engine.system.extras import package_folder
 
 SERVED = (
     "with transformers' own code decoders are served whose layers keep keys and values alone, and whose attention is "
@@ -214,10 +214,9 @@ def is_listed(architecture: str, kind: str) -> bool:
 
 
 def _models() -> Path:
-    spec = importlib.util.find_spec("transformers")  # imports nothing
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / "models"
+    folder = package_folder("transformers")
+    assert folder is not None
+    return folder / "models"
 
 
 def _mapping(name: str) -> list[tuple[str, str]]:
