@@ -8,7 +8,8 @@ of them, as growth is only handed out to all when one of them asks. Thread-safe.
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from quire_engine.slo import DEFAULT_CLASS
@@ -31,6 +32,7 @@ from quire_monitoring.definitions import (
     MAX_ADAPTERS,
     OTHER_ADAPTERS,
     OUTCOMES,
+    PHASES,
     REFUSALS,
     SLEEP_STATES,
     TARGETS,
@@ -187,9 +189,7 @@ class Accumulator:
     def _record_scheduler(self, stats: SchedulerStats) -> None:
         before, self._scheduler_stats = self._scheduler_stats, stats
         self._count_growth(_OF_SCHEDULER, before, stats)
-        for rank, busy in enumerate(stats.rank_busy_seconds):
-            known = before.rank_busy_seconds[rank] if before.rank_busy_seconds else 0.0
-            self._count("quire_worker_busy_seconds_total", _growth(known, busy), rank=str(rank))
+        self._count_each("quire_worker_busy_seconds_total", "rank", before.rank_busy_seconds, stats.rank_busy_seconds)
         if stats.drafts is not None:
             self._record_drafts(before.drafts or DraftStats(), stats.drafts)
         if stats.kv_connector is not None:
@@ -208,23 +208,24 @@ class Accumulator:
         for field, one in table.items():
             self._counters[one] += _growth(getattr(before, field), getattr(now, field))  # type: ignore[assignment]
 
+    def _count_each(self, name: str, label: str, before: Iterable[float], now: Sequence[float], **labels: str) -> None:
+        """Count the growth of each number under its place in the list; those that are missing before were 0."""
+        for place, (known, value) in enumerate(zip(chain(before, repeat(0.0)), now)):  # noqa: B905 (it is longer)
+            if value != known:
+                self._count(name, _growth(known, value), **{label: str(place)}, **labels)
+
     def _record_adapters(self, before: AdapterStats, now: AdapterStats) -> None:
         self._count_growth(_OF_ADAPTERS, before, now)
         if (before.running.keys(), before.waiting.keys()) != (now.running.keys(), now.waiting.keys()):
             self._adapters_changed_at = time.time()
 
     def _record_experts(self, before: ExpertLoadStats | None, now: ExpertLoadStats) -> None:
-        ranks_before = [0] * len(now.rank_tokens) if before is None else before.rank_tokens
-        for rank, (known, tokens) in enumerate(zip(ranks_before, now.rank_tokens, strict=True)):
-            self._count("quire_expert_rank_tokens_total", _growth(known, tokens), rank=str(rank))
-        if not self._config.expert_metrics:
-            return
-        for layer, row in enumerate(now.tokens):
-            row_before = (before.tokens[layer] if before is not None else []) or [0] * len(row)
-            for expert, (known, tokens) in enumerate(zip(row_before, row, strict=bool(row))):
-                if tokens != known:
-                    growth = _growth(known, tokens)
-                    self._count("quire_expert_tokens_total", growth, layer=str(layer), expert=str(expert))
+        self._count_each(
+            "quire_expert_rank_tokens_total", "rank", () if before is None else before.rank_tokens, now.rank_tokens
+        )
+        for layer, row in enumerate(now.tokens if self._config.expert_metrics else ()):
+            known = () if before is None else before.tokens[layer]
+            self._count_each("quire_expert_tokens_total", "expert", known, row, layer=str(layer))
 
     def _record_kv_connector(self, before: KVConnectorStats, now: KVConnectorStats) -> None:
         self._count_growth(_OF_KV_CONNECTOR, before, now)
@@ -235,10 +236,8 @@ class Accumulator:
 
     def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
         self._count_growth(_OF_DRAFTS, before, now)
-        known = before.num_accepted_tokens_per_pos
-        for place, accepted in enumerate(now.num_accepted_tokens_per_pos):
-            growth = _growth(known[place] if place < len(known) else 0, accepted)
-            self._count("quire_spec_decode_accepted_tokens_per_pos_total", growth, position=str(place))
+        known, accepted = before.num_accepted_tokens_per_pos, now.num_accepted_tokens_per_pos
+        self._count_each("quire_spec_decode_accepted_tokens_per_pos_total", "position", known, accepted)
 
     def _observe(self, name: str, *values: float, **labels: str) -> None:
         self._observations[series(name, **labels)] += values
@@ -266,9 +265,8 @@ class Accumulator:
         step = stats.step
         if step is not None:
             self._observe("quire_iteration_tokens", step.num_tokens)
-            self._observe("quire_step_seconds", step.schedule_seconds, phase="schedule")
-            self._observe("quire_step_seconds", step.execute_seconds, phase="execute")
-            self._observe("quire_step_seconds", step.update_seconds, phase="update")
+            for phase in PHASES:
+                self._observe("quire_step_seconds", getattr(step, f"{phase}_seconds"), phase=phase)
 
     def _record_request(self, request: FinishedRequestStats) -> None:
         outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason

@@ -59,46 +59,49 @@ class RequestTraces:
         span.end(end)
 
     def _span_attributes(self, request: FinishedRequestStats) -> dict[str, Any]:
-        optional = {
-            "gen_ai.operation.name": request.options.operation,
-            "gen_ai.response.id": request.options.response_id or request.options.label or request.request_id,
+        options = request.options
+        named = {
+            "gen_ai.operation.name": options.operation,
+            "gen_ai.response.id": options.response_id or options.label or request.request_id,
             "quire.request.id": request.request_id,
-            "quire.request.label": request.options.label,
-            "quire.slo.class": request.options.slo.slo_class if request.slo_verdict else None,
+            "quire.request.label": options.label,
+            "quire.slo.class": options.slo.slo_class if request.slo_verdict else None,
             "quire.slo.predicted_ttft": request.predicted_ttft_seconds,
             "quire.refusal": request.refusal,
             "quire.slo.verdict": request.slo_verdict,
             "quire.slo.cause": request.slo_cause,
             "quire.aborted_by": request.aborted_by,
         }
-        attributes = {
-            **self._attributes,
-            **error_type(request),
-            **{name: value for name, value in optional.items() if value},
-        }
+        attributes = self._attributes | error_type(request) | {name: value for name, value in named.items() if value}
         if request.finish_reason == REJECTED:
             return attributes
-        computed = {
-            "gen_ai.usage.input_tokens": request.num_prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
-            "quire.num_preemptions": request.num_preemptions,
-            "quire.num_replays": request.num_replays,
-        }
-        pooling = request.options.pooling_params
-        if pooling is not None:
-            size = {} if pooling.dimensions is None else {"gen_ai.embeddings.dimension.count": pooling.dimensions}
-            return {**attributes, **size, "quire.task": pooling.task or "", **computed}
-        return {
-            **attributes,
-            **_asked(request),
-            "gen_ai.request.choice.count": request.num_sequences,
-            "gen_ai.request.stream": request.is_streamed,
-            "gen_ai.response.finish_reasons": [request.finish_reason],
-            "gen_ai.usage.output_tokens": request.num_output_tokens,
-            **computed,
-            **_first_chunk(request),
-            **_drafts(request),
-        }
+        return attributes | {name: value for name, value in _figures(request).items() if value is not None}
+
+
+def _figures(request: FinishedRequestStats) -> dict[str, Any]:
+    """What was asked for and computed; None: it does not apply."""
+    computed = {
+        "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
+        "quire.num_preemptions": request.num_preemptions,
+        "quire.num_replays": request.num_replays,
+    }
+    pooling = request.options.pooling_params
+    if pooling is not None:
+        return {"gen_ai.embeddings.dimension.count": pooling.dimensions, "quire.task": pooling.task or "", **computed}
+    has_drafts = request.acceptance_length is not None
+    return {
+        **_asked(request),
+        "gen_ai.request.choice.count": request.num_sequences,
+        "gen_ai.request.stream": request.is_streamed,
+        "gen_ai.response.finish_reasons": [request.finish_reason],
+        "gen_ai.response.time_to_first_chunk": request.time_to_first_token_seconds if request.is_streamed else None,
+        "gen_ai.usage.output_tokens": request.num_output_tokens,
+        **computed,
+        "quire.num_draft_tokens": request.num_draft_tokens if has_drafts else None,
+        "quire.num_accepted_tokens": request.num_accepted_tokens if has_drafts else None,
+        "quire.acceptance_length": request.acceptance_length,
+    }
 
 
 def _asked(request: FinishedRequestStats) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def _asked(request: FinishedRequestStats) -> dict[str, Any]:
         return {}
     structure = params.structured_outputs
     is_json = structure is not None and (structure.json is not None or structure.json_object)
-    asked = {
+    return {
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
@@ -119,14 +122,6 @@ def _asked(request: FinishedRequestStats) -> dict[str, Any]:
         "gen_ai.request.seed": params.seed if params.seed is None or params.seed < 1 << 63 else None,
         "gen_ai.output.type": "json" if is_json else "text",
     }
-    return {name: value for name, value in asked.items() if value is not None}
-
-
-def _first_chunk(request: FinishedRequestStats) -> dict[str, float]:
-    """The attribute of a streamed response."""
-    if not request.is_streamed or request.time_to_first_token_seconds is None:
-        return {}
-    return {"gen_ai.response.time_to_first_chunk": request.time_to_first_token_seconds}
 
 
 def _events(request: FinishedRequestStats) -> dict[str, list[tuple[str, float, dict[str, int]]]]:
@@ -144,14 +139,3 @@ def error_type(request: FinishedRequestStats) -> dict[str, str]:
     if request.finish_reason not in ("error", REJECTED):
         return {}
     return {"error.type": request.error_code or "error"}
-
-
-def _drafts(request: FinishedRequestStats) -> dict[str, float]:
-    """The attributes of speculative decoding; none if the request had no drafts."""
-    if request.acceptance_length is None:
-        return {}
-    return {
-        "quire.num_draft_tokens": request.num_draft_tokens,
-        "quire.num_accepted_tokens": request.num_accepted_tokens,
-        "quire.acceptance_length": request.acceptance_length,
-    }
