@@ -54,16 +54,20 @@ class Media:
         if not any(isinstance(image, str) for image in images):
             return conversation
         num_bytes, url = 0, ""
+
+        async def fetch_all() -> None:
+            nonlocal num_bytes, url
+            for i, image in enumerate(images):
+                if isinstance(image, str):
+                    url = image
+                    images[i] = await self._fetch(url, self._max_bytes - num_bytes)
+                    num_bytes += len(images[i])
+
         try:
-            async with asyncio.timeout(FETCH_SECONDS):
-                for i, image in enumerate(images):
-                    if isinstance(image, str):
-                        url = image
-                        images[i] = await self._fetch(url, self._max_bytes - num_bytes)
-                        num_bytes += len(images[i])
-        except (_FetchError, OSError, h11.ProtocolError) as error:
+            await asyncio.wait_for(fetch_all(), FETCH_SECONDS)
+        except (_FetchError, OSError, asyncio.TimeoutError, h11.ProtocolError) as error:
             reason = str(error) or type(error).__name__
-            if isinstance(error, TimeoutError):
+            if isinstance(error, asyncio.TimeoutError):
                 reason = f"it takes more than {FETCH_SECONDS:.0f} s"
             raise InvalidRequestError(param, f"{param}: the image {url[:200]} cannot be fetched: {reason}") from None
         return {**conversation, "images": images}

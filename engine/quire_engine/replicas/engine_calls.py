@@ -216,6 +216,6 @@ class EngineCalls:
         """Wait until no requests are left. Raises OperationError if `WakeUp` or the end comes meanwhile."""
         self._cancels_drain.clear()
         while any(map(num_left, self._replicas)):
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._cancels_drain.wait(), DRAIN_POLL_S)
                 raise OperationError(f"{what}: the engine was woken up or shut down before its requests had ended")

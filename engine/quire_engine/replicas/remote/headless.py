@@ -155,10 +155,14 @@ class HeadlessEngine:
 
     async def _take_leave(self) -> None:
         """Send the front a message that this engine does not come back, if that is possible soon."""
-        with contextlib.suppress(FrontLostError, EngineError, TimeoutError):
-            async with asyncio.timeout(LEAVE_SECONDS), self._connect() as front:
+
+        async def leave() -> None:
+            async with self._connect() as front:
                 await self._join(front)
                 front.send(MessageType.LEAVING)
+
+        with contextlib.suppress(FrontLostError, EngineError, asyncio.TimeoutError):
+            await asyncio.wait_for(leave(), LEAVE_SECONDS)
 
     def _say(self, what: str) -> None:
         now = time.monotonic()
