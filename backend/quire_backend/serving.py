@@ -209,14 +209,12 @@ class Serving:
             self._live.add(stream)
             self._show_in_flight()
         try:
-            if self._introspect(request, stream) or self._tokenize(request, stream):
+            if self._asks_about_the_model(request, stream):
                 return
         except BaseException as error:  # it would not have generated, so it does not count as rejected
             if not is_failure(error):
                 raise
-            if _explain(error)[0] is ErrorCode.INTERNAL:
-                logger.exception("a request could not be read")
-            self._responses.fail(stream, *_explain(error))
+            self.fail(stream, error)
             return
         try:
             self._submit(request, stream)
@@ -253,28 +251,22 @@ class Serving:
         _log_if_unforeseen(stream, error)
         self._responses.fail(stream, *_explain(error))
 
-    def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
-        """Answer a request for introspection; False when it is another one. Works while the engine is down, too."""
+    def _asks_about_the_model(self, request: TritonRequest, stream: ResponseStream) -> bool:
+        """Answer a request for introspection, which works while the engine is down, too, or for tokens or their text.
+        False when it is another one."""
         introspection = parse_introspection(request_parameters(request), self._token_guard)
-        if introspection is None:
+        tokenization = None if introspection else parse_tokenization(request)
+        if introspection is None and tokenization is None:
             return False
         if self.is_draining:
             raise _UnavailableError("the model is being unloaded")
         stream.request = RequestOptions(label=request_id(request))
-        self.call(self._start_answer, introspection, stream)
-        return True
-
-    def _tokenize(self, request: TritonRequest, stream: ResponseStream) -> bool:
-        """Answer a request for tokens, or for their text; False when it is another one."""
-        tokenization = parse_tokenization(request)
-        if tokenization is None:
-            return False
-        if self.is_draining:
-            raise _UnavailableError("the model is being unloaded")
-        stream.request = RequestOptions(label=request_id(request))
-        renderer = self._long_renderer if _is_long(tokenization.prompt) else self._renderer
-        renderer = self._image_encoder if tokenization.images else renderer
-        renderer.submit(self._answer_tokenization, tokenization, stream)
+        if introspection is not None:
+            self.call(self._start_answer, introspection, stream)
+        if tokenization is not None:
+            renderer = self._long_renderer if _is_long(tokenization.prompt) else self._renderer
+            renderer = self._image_encoder if tokenization.images else renderer
+            renderer.submit(self._answer_tokenization, tokenization, stream)
         return True
 
     def _answer_tokenization(self, tokenization: TokenizationRequest, stream: ResponseStream) -> None:

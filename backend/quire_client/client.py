@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2
 
 from quire_client.ended import EndedAnswer
 from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected
-from quire_client.messages import Prompt, Value, encoded_images, infer_request, is_final, outputs_of, prompt_input
+from quire_client.messages import Prompt, generation_request, infer_request, is_final, outputs_of
 from quire_client.pooling import Pooled, Texts, pooling_request
 from quire_client.snapshot import AdapterInfo, Snapshot
 from quire_client.streams import ANSWER_S, Connection
@@ -128,7 +128,9 @@ class AsyncClient:
             sampling: sampling parameters under vLLM's names, such as `max_tokens` and `temperature`; and `lora_name`,
                 the LoRA adapter to generate with.
         """
-        request = self._request(model, prompt, images, sampling, parameters, request_id, stream=True)
+        request = generation_request(
+            model, prompt, sampling, ("stream", *_FLAGS), images=images, parameters=parameters, request_id=request_id
+        )
         async with aclosing(self._chunks(request, timeout)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -138,21 +140,14 @@ class AsyncClient:
         timeout: float | None = None, parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
-        request = self._request(model, prompt, images, sampling, parameters, request_id, stream=False)
+        request = generation_request(
+            model, prompt, sampling, _FLAGS, images=images, parameters=parameters, request_id=request_id
+        )
         async with aclosing(self._chunks(request, timeout)) as chunks:
             found = [chunk async for chunk in chunks if chunk.texts]
         if not found:
             raise ClientError(f"{model} gave no answer")
         return found[-1]
-
-    def _request(
-        self, model: str, prompt: Prompt, images: Sequence[bytes | str], sampling: Mapping[str, Any],
-        parameters: Mapping[str, Any] | None, request_id: str, *, stream: bool,
-    ) -> Any:  # fmt: skip
-        name, value = prompt_input(prompt)
-        inputs: dict[str, Value] = {name: value, "sampling_parameters": json.dumps(sampling), "stream": stream}
-        inputs |= {"image": encoded_images(images)} if images else {}
-        return infer_request(model, {**inputs, **dict.fromkeys(_FLAGS, True)}, parameters, request_id)
 
     # -- vectors instead of text --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import base64
 import json
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -36,9 +36,35 @@ def prompt_input(prompt: Prompt) -> tuple[str, Value]:
     return "input_ids", cast("list[int]", prompt)
 
 
-def encoded_images(images: Sequence[bytes | str]) -> list[str]:
-    """The value of the input `image`: files, or `data:` URLs of videos, in the order of their places."""
-    return [image if isinstance(image, str) else base64.b64encode(image).decode() for image in images]
+def prompt_inputs(prompt: Prompt, images: Sequence[bytes | str] = ()) -> dict[str, Value]:
+    """All inputs that a prompt goes into.
+
+    Args:
+        prompt: see `Prompt`.
+        images: files, or `data:` URLs of videos, in the order of their places.
+    """
+    name, value = prompt_input(prompt)
+    files = [image if isinstance(image, str) else base64.b64encode(image).decode() for image in images]
+    return {name: value, "image": files} if files else {name: value}
+
+
+def generation_request(
+    model: str, prompt: Prompt, sampling: Mapping[str, Any], flags: Iterable[str], *,
+    images: Sequence[bytes | str] = (), parameters: Mapping[str, Any] | None = None, request_id: str = "",
+) -> Any:  # fmt: skip
+    """A request for text.
+
+    Args:
+        model: its name.
+        prompt: see `Prompt`.
+        sampling: the sampling parameters.
+        flags: inputs that are true, such as `stream`.
+        images: see `prompt_inputs`.
+        parameters: the request's own.
+        request_id: the client's name for it.
+    """
+    inputs = prompt_inputs(prompt, images) | {"sampling_parameters": json.dumps(sampling, ensure_ascii=False)}
+    return infer_request(model, inputs | dict.fromkeys(flags, True), parameters, request_id)
 
 
 def infer_request(
@@ -54,7 +80,7 @@ def infer_request(
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in inputs.items():
-        add_input(request, name, value)
+        _add_input(request, name, value)
     for name, value in (parameters or {}).items():
         if isinstance(value, bool):
             request.parameters[name].bool_param = value
@@ -67,8 +93,7 @@ def infer_request(
     return request
 
 
-def add_input(request: Any, name: str, value: Value) -> None:
-    """Add one input to a request."""
+def _add_input(request: Any, name: str, value: Value) -> None:
     shape: Sequence[int] = [1]
     if isinstance(value, str):
         text = value.encode()

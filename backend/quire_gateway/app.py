@@ -21,11 +21,9 @@ from quire_gateway.answers import Answer, CompletionAnswer
 from quire_gateway.chat import chat_request
 from quire_gateway.chat_answers import ChatAnswer
 from quire_gateway.chat_format import ChatFormats
-from quire_gateway.disconnect import ClientLeftError, unless_client_leaves
 from quire_gateway.errors import ApiError, of_model
 from quire_gateway.fields import Fields, parse_object
 from quire_gateway.generation import generate
-from quire_gateway.large import run_if_large
 from quire_gateway.limits import RequestLimits
 from quire_gateway.media import Media
 from quire_gateway.messages_answer import MessagesAnswer
@@ -48,6 +46,7 @@ from quire_gateway.settings import GatewaySettings
 from quire_gateway.tokens import count_tokens, detokenize, tokenize
 from quire_gateway.triton_client import ModelError, TritonClient, client_of
 from quire_gateway.triton_messages import Delta
+from quire_gateway.work import ClientLeftError, run_if_large, unless_client_leaves
 
 _JSON = "application/json"
 _Deltas = AsyncGenerator[tuple[int, Delta], None]

@@ -2,6 +2,7 @@
 
 import secrets
 import string
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,14 +23,48 @@ def call_id() -> str:
     return "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(9))
 
 
-def wanted(pieces: list[Piece], request: ChatRequest) -> list[Piece]:
-    """The pieces without reasoning that the client does not want, and without more calls than it takes."""
-    has_one_call = request.tool_choice is not None and not request.tool_choice.is_parallel
-    return [
-        piece for piece in pieces
-        if (request.include_reasoning if isinstance(piece, Reasoning)
-            else isinstance(piece, Content) or not has_one_call or piece.index == 0)
-    ]  # fmt: skip
+class AnswerReader:
+    """Reads the text of one sequence: which pieces of an answer it shows.
+
+    Args:
+        request: what was asked for.
+        parser: of the text; None: all of it is content.
+    """
+
+    def __init__(self, request: ChatRequest, parser: OutputParser | None) -> None:
+        self._request, self._parser = request, parser
+        self.custom = request.tool_choice.custom if request.tool_choice else frozenset[str]()
+        """Names of custom tools."""
+        self._inputs = CustomInputs(self.custom)
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have begun."""
+        return self._parser.num_calls if self._parser else 0
+
+    def is_custom(self, index: int) -> bool:
+        """Whether a call is a custom tool's."""
+        return self._inputs.is_custom(index)
+
+    def read(self, text: str, *, is_last: bool) -> list[Piece]:
+        """The new pieces, without reasoning that the client does not want, and without more calls than it takes.
+
+        Args:
+            text: what is new.
+            is_last: whether no more comes.
+        """
+        if self._parser is None:
+            return [Content(text)]
+        pieces = self._parser.feed(text) + (self._parser.finish() if is_last else [])
+        return [piece for piece in self._inputs.read(pieces, is_last=is_last) if self._is_wanted(piece)]
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        if isinstance(piece, Content):
+            return True
+        if isinstance(piece, Reasoning):
+            return self._request.include_reasoning
+        choice = self._request.tool_choice
+        return choice is None or choice.is_parallel or piece.index == 0
 
 
 class Said:
@@ -73,10 +108,10 @@ class ChatAnswer(ChoicesAnswer):
     ) -> None:
         super().__init__(request, answer_id)
         self._chat = request
-        self._make_parser = make_parser
-        self._parsers: dict[int, OutputParser] = {}
-        self._custom_inputs: dict[int, CustomInputs] = {}
-        """Of each sequence, where there are custom tools."""
+        self._readers = defaultdict[int, AnswerReader](
+            lambda: AnswerReader(request, make_parser() if make_parser else None)
+        )
+        """By sequence."""
 
     def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
         """As of all, with what vLLM says of the prompt."""
@@ -129,26 +164,13 @@ class ChatAnswer(ChoicesAnswer):
 
     def _said(self, delta: Delta, sequence: int) -> Said:
         """What the new text of a sequence shows. A chat has one prompt."""
-        text = delta.texts[sequence]
-        if self._make_parser is None:
-            return Said([Content(text)])
-        parser = self._parsers.get(sequence)
-        if parser is None:
-            parser = self._parsers[sequence] = self._make_parser()
-        pieces = parser.feed(text)
         is_last = delta.finish_reasons[sequence] is not None
-        if is_last:
-            pieces += parser.finish()
-        if self._chat.tool_choice and self._chat.tool_choice.custom:
-            inputs = self._custom_inputs.setdefault(sequence, CustomInputs(self._chat.tool_choice.custom))
-            pieces = inputs.read(pieces, is_last=is_last)
-        return Said(wanted(pieces, self._chat))
+        return Said(self._readers[sequence].read(delta.texts[sequence], is_last=is_last))
 
     def _calls(self, said: Said, sequence: int) -> list[dict[str, Any]]:
-        inputs = self._custom_inputs.get(sequence)
+        reader = self._readers[sequence]
         return [
-            _call(*call, kind="custom" if inputs and inputs.is_custom(index) else "function")
-            for index, call in said.calls.items()
+            _call(*call, kind="custom" if reader.is_custom(index) else "function") for index, call in said.calls.items()
         ]
 
     def _any_choice(self, number: int, delta: Delta, sequence: int, name: str, content: Any) -> dict[str, Any]:
@@ -168,8 +190,7 @@ class ChatAnswer(ChoicesAnswer):
     def _finish_reason(self, delta: Delta, sequence: int) -> str | None:
         """Where a function was named, there was nothing to choose: as with OpenAI and vLLM, that is a plain stop."""
         reason, choice = delta.finish_reasons[sequence], self._chat.tool_choice
-        parser = self._parsers.get(sequence)
-        has_chosen = choice is not None and choice.kind != "named" and parser is not None and parser.num_calls
+        has_chosen = choice is not None and choice.kind != "named" and self._readers[sequence].num_calls
         return "tool_calls" if reason == "stop" and has_chosen else reason
 
 

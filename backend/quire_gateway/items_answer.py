@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from quire_gateway.answers import Answer
 from quire_gateway.chat import ChatRequest
-from quire_gateway.chat_answers import wanted
-from quire_gateway.custom_tools import CustomInputs
+from quire_gateway.chat_answers import AnswerReader
 from quire_gateway.output_parser import Arguments, CallStart, Content, OutputParser, Piece, plain
 from quire_gateway.triton_messages import Delta
 
@@ -54,10 +53,7 @@ class ItemsAnswer(Answer):
         make_item: Callable[[int, Piece, str], Item],
     ) -> None:
         super().__init__(request, answer_id)
-        self._chat = request
-        self._parser = make_parser() if make_parser else OutputParser(plain)
-        self._custom = request.tool_choice.custom if request.tool_choice else frozenset[str]()
-        self._inputs = CustomInputs(self._custom)
+        self._reader = AnswerReader(request, make_parser() if make_parser else OutputParser(plain))
         self._make_item = make_item
         self._items: list[Item] = []
         self._done: list[dict[str, Any]] = []
@@ -84,18 +80,13 @@ class ItemsAnswer(Answer):
 
     def _news(self, delta: Delta) -> Iterator[Event]:
         reason = delta.finish_reasons[0]
-        pieces = self._parser.feed(delta.texts[0])
-        if reason is not None:
-            pieces += self._parser.finish()
-        if self._custom:
-            pieces = self._inputs.read(pieces, is_last=reason is not None)
-        for piece in wanted(pieces, self._chat):
+        for piece in self._reader.read(delta.texts[0], is_last=reason is not None):
             yield from self._piece(piece)
         if reason is not None:
             yield from self._end_item(self._end(delta, reason))
 
     def _piece(self, piece: Piece) -> Iterator[Event]:
-        kind = self._items[-1].kind if isinstance(piece, Arguments) else _kind_of(piece, self._custom)
+        kind = self._items[-1].kind if isinstance(piece, Arguments) else _kind_of(piece, self._reader.custom)
         is_other = len(self._items) == len(self._done) or self._items[-1].kind != kind
         if is_other or isinstance(piece, CallStart):
             yield from self._end_item("completed")

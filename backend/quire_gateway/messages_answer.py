@@ -113,7 +113,7 @@ class MessagesAnswer(ItemsAnswer):
         elif isinstance(stopped_by, str):
             self._stop |= {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
         else:
-            self._stop["stop_reason"] = "tool_use" if self._parser.num_calls else "end_turn"
+            self._stop["stop_reason"] = "tool_use" if self._reader.num_calls else "end_turn"
         return "completed"
 
     def _shown(self) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire_gateway.chat import ChatRequest, image_part
+from quire_gateway.chat import ChatRequest, image_part, translated
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.fields import Fields
-from quire_gateway.translation import translated
 
 _RENAMED = {
     "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",

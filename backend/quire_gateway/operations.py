@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from quire_gateway.disconnect import unless_client_leaves
 from quire_gateway.errors import ApiError, InvalidRequestError, of_model
 from quire_gateway.fields import Fields
 from quire_gateway.triton_client import ModelError, TritonClient, client_of
+from quire_gateway.work import unless_client_leaves
 
 ROUTES = (
     "/sleep",

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_gateway.chat import ChatRequest, content_of_parts, text_of_parts
+from quire_gateway.chat import ChatRequest, content_of_parts, text_of_parts, translated
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.fields import Fields
-from quire_gateway.translation import translated
 
 _RENAMED = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from quire_gateway.keys import KeyRing
 from quire_gateway.limits import RequestLimits
@@ -15,27 +16,36 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewaySettings:
-    """What the gateway is in front of, and whom it lets in.
+    """What the gateway is in front of, and whom it lets in. The texts are of `quire openai --help`, some with a flag
+    and what it takes.
 
     Raises:
         ValueError: a value is out of its range.
     """
 
-    url: str = "127.0.0.1:8001"
-    """`host:port` of tritonserver's gRPC."""
-    host: str = "127.0.0.1"
-    port: int = 9000
+    url: Annotated[str, ("HOST:PORT", "The server's gRPC.")] = "127.0.0.1:8001"
+    port: Annotated[int, ("PORT", "From 0 to 65535; 0: any free one.")] = 9000
+    host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     api_keys: tuple[str, ...] = ()
     """Lines of `keys.parse_key`. Any of them lets a client in; without any, no key is needed."""
     limits: RequestLimits = field(default_factory=RequestLimits)
-    ignored_fields: tuple[str, ...] = ()
-    """Fields of bodies that are left out, as if a client had not sent them."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask, such as `https://app.example`; `*` for any."""
-    allowed_media_domains: tuple[str, ...] = ()
-    """Hosts from which images are fetched that messages name by http(s) URL, such as `images.example`."""
-    drain_timeout_s: int = 30
-    """How long open requests get when it is asked to end."""
+    ignored_fields: Annotated[
+        tuple[str, ...], ("--ignore-field", "NAME", "A field of bodies to leave out; may be repeated.")
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        (
+            "--cors-origin", "ORIGIN",
+            "Browsers let pages of this origin, such as https://app.example, use it; * for any.",
+        ),
+    ] = ()  # fmt: skip
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        ("--allowed-media-domain", "HOST", "Fetch images from URLs of this host; may be repeated. Else of none."),
+    ] = ()
+    drain_timeout_s: Annotated[
+        int, ("--drain-timeout", "S", "Seconds that running requests get when asked to stop.")
+    ] = 30
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -21,15 +21,15 @@ from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
 from starlette.requests import Request
 
 from quire_gateway.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
-from quire_gateway.large import run_if_large
 from quire_gateway.pooling import PoolingCall
 from quire_gateway.triton_messages import (
     Delta,
     Prompt,
-    add_prompt,
     delta_of,
     generation_request,
+    task_request,
 )
+from quire_gateway.work import run_if_large
 
 _TASK_TIMEOUT_S = 60.0
 """For tokens of long texts, which wait for other conversations."""
@@ -170,8 +170,7 @@ class TritonClient:
             parameters: of the task.
         """
         served, _ = await self.find(model)
-        request = infer_request(served, {}, {"task": task, **parameters})
-        await run_if_large(num_bytes, add_prompt, request, prompt)
+        request = await run_if_large(num_bytes, task_request, served, prompt, task, parameters)
         try:
             text = await self._connection.text(request, _TASK_TIMEOUT_S)
         except ClientError as error:

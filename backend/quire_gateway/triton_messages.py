@@ -1,14 +1,14 @@
 """The gateway's requests, and what it takes from their responses."""
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_client.messages import add_input, encoded_images, infer_request, numbers_in, prompt_input, texts_in
+from quire_client import messages
+from quire_client.messages import numbers_in, texts_in
 from quire_engine.encoders.video import Video
 
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
@@ -66,28 +66,30 @@ def generation_request(
         response_id: the name of the answer.
         outputs: names of outputs besides those that every answer needs.
     """
-    request = infer_request(model, {}, {"response_id": response_id}, request_id)
-    add_prompt(request, prompt)
-    add_input(request, "sampling_parameters", json.dumps(sampling, ensure_ascii=False))
     flags = ["exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
              "return_perf_metrics"]  # fmt: skip
     flags += ["stream"] if stream else []
     flags += ["return_logprobs"] if "logprobs" in sampling else []
     flags += ["return_prompt_logprobs"] if "prompt_logprobs" in sampling else []
     flags += [f"return_{name}" for name in outputs]
-    for name in flags:
-        add_input(request, name, True)
-    return request
+    prompt, images = _without_images(prompt)
+    return messages.generation_request(
+        model, prompt, sampling, flags, images=images, parameters={"response_id": response_id}, request_id=request_id
+    )
 
 
-def add_prompt(request: Any, prompt: Prompt) -> None:
-    """Put a prompt into the input that is of its kind."""
-    if isinstance(prompt, Mapping):
-        if images := prompt.get("images"):
-            files = [one.url if isinstance(one, Video) else one for one in images]
-            add_input(request, "image", encoded_images(files))
-        prompt = {name: value for name, value in prompt.items() if name != "images"}
-    add_input(request, *prompt_input(prompt))
+def task_request(model: str, prompt: Prompt, task: str, parameters: Mapping[str, bool]) -> Any:
+    """A request that generates nothing; see `TritonClient.run_task`."""
+    inputs = messages.prompt_inputs(*_without_images(prompt))
+    return messages.infer_request(model, inputs, {"task": task, **parameters})
+
+
+def _without_images(prompt: Prompt) -> tuple[Prompt, list[bytes | str]]:
+    """A prompt as the model takes it, and its images beside it."""
+    if not isinstance(prompt, Mapping):
+        return prompt, []
+    images = [one.url if isinstance(one, Video) else one for one in prompt.get("images", ())]
+    return {name: value for name, value in prompt.items() if name != "images"}, images
 
 
 def delta_of(contents: Mapping[str, bytes]) -> Delta:

@@ -1,12 +1,11 @@
 """A model behind Triton's gRPC: each request is a stream of its own."""
 
-import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from quire_client import ClientError, DeadlineExceeded, Disconnected, InvalidArgument, NotFound, Unavailable
-from quire_client.messages import Value, infer_request, outputs_of, prompt_input
+from quire_client.messages import generation_request, outputs_of
 from quire_client.pooling import pooled_of, pooling_request
 from quire_client.streams import MANY_STREAMS, Connection
 
@@ -17,6 +16,7 @@ _KINDS: Mapping[type[ClientError], str] = {
     InvalidArgument: "invalid", NotFound: "invalid", Unavailable: "rejected", Disconnected: "disconnected",
     DeadlineExceeded: "timeout",
 }  # fmt: skip
+_FLAGS = ("stream", "return_num_input_tokens", "return_num_output_tokens")
 
 
 class GrpcEndpoint:
@@ -54,12 +54,7 @@ class GrpcEndpoint:
 
     def _request(self, request: SampleRequest) -> Any:
         sampling = {**self._sampling, "max_tokens": request.max_tokens, **request.names}
-        name, prompt = prompt_input(request.prompt)
-        inputs: dict[str, Value] = {
-            name: prompt, "sampling_parameters": json.dumps(sampling), "stream": True, "return_num_input_tokens": True,
-            "return_num_output_tokens": True,
-        }  # fmt: skip
-        return infer_request(self._model, inputs)
+        return generation_request(self._model, request.prompt, sampling, _FLAGS)
 
     def _chunk(self, response: Any) -> Chunk | None:
         outputs = outputs_of(response)
