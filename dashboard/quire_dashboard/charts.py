@@ -6,7 +6,7 @@ points and nothing flickers.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -191,25 +191,24 @@ def timeline_spec(until: str = "now") -> dict[str, Any]:
 def phases_table(name: str, phases: Iterable[tuple[str, float]]) -> pa.Table:
     """The data of `timeline_spec` for one request that has ended: its phases and their seconds, in order."""
     found = list(phases)
-    ends = [*accumulate(seconds for _, seconds in found)]
-    whole = ends[-1] if ends else 0.0
-    return pa.table({
-        "request": [name] * len(found),
-        "phase": [phase for phase, _ in found],
-        "start": [end - seconds - whole for end, (_, seconds) in zip(ends, found, strict=True)],
-        "end": [end - whole for end in ends],
-        "duration": [seconds for _, seconds in found],
-    })  # fmt: skip
+    times = [*accumulate((seconds for _, seconds in found), initial=-sum(seconds for _, seconds in found))]
+    return _bars((name, phase, *span) for (phase, _), span in zip(found, pairwise(times), strict=True))
 
 
 def timeline_table(requests: Iterable[RequestState], names: Mapping[str, str]) -> pa.Table:
     """The data of `timeline_spec`; `names` gives each request's id the name it is shown by."""
-    columns: dict[str, list[Any]] = {"request": [], "phase": [], "start": [], "end": [], "duration": []}
-    for request in requests:
-        for segment in request.segments():
-            columns["request"].append(names[request.id])
-            columns["phase"].append(segment.phase)
-            columns["start"].append(-segment.start_age)
-            columns["end"].append(-segment.end_age)
-            columns["duration"].append(segment.start_age - segment.end_age)
-    return pa.table(columns)
+    return _bars(
+        (names[request.id], segment.phase, -segment.start_age, -segment.end_age)
+        for request in requests
+        for segment in request.segments()
+    )
+
+
+def _bars(rows: Iterable[tuple[str, str, float, float]]) -> pa.Table:
+    """A row for each bar: request, phase, start and end."""
+    found = [(*row, row[3] - row[2]) for row in rows]
+    kinds = zip(_BAR_COLUMNS, (pa.string(), pa.string(), *[pa.float64()] * 3), strict=True)
+    return pa.table([[row[place] for row in found] for place in range(len(_BAR_COLUMNS))], schema=pa.schema(kinds))
+
+
+_BAR_COLUMNS = ("request", "phase", "start", "end", "duration")

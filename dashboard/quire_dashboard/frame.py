@@ -17,7 +17,7 @@ from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
 from quire_dashboard.choice import UNSEEN, Selection, clock, selection
 from quire_dashboard.events import QUERIES, Event, find_events
 from quire_dashboard.history import Point
-from quire_dashboard.queries import Query
+from quire_dashboard.queries import Query, latest
 from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE
 from quire_dashboard.watchers import monitor, monitors
 from quire_dashboard.words import as_code, as_text, printable, seconds
@@ -114,6 +114,16 @@ def what_to_do(error: str) -> str:
         + (f" Where servers have different ones, `{INTROSPECTION_TOKENS_VARIABLE}` has them by the server's address."
            if len(monitors()) > 1 else "")
     )  # fmt: skip
+
+
+def values(query: Query) -> dict[str, float]:
+    """A query's results now, of the chosen model: by line."""
+    return latest(query, monitor().view(), selection().labels)
+
+
+def value(query: Query) -> float | None:
+    """The same of a query with one line."""
+    return values(query).get("")
 
 
 def request_names(requests: Sequence[RequestState]) -> list[str]:

@@ -7,15 +7,14 @@ import asyncio
 import http.client
 import json
 from collections.abc import Mapping
-from contextlib import closing
 
+from quire_load.scrape import get
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from quire_dashboard.settings import Settings
 
 _ANSWER_S = 2.0
-_MOST_BYTES = 1 << 20
 
 
 class HealthRelay:
@@ -37,20 +36,13 @@ class HealthRelay:
 
     async def _ask(self) -> tuple[int, Mapping[str, object]]:
         try:
-            code, body = await asyncio.wait_for(asyncio.to_thread(self._read), _ANSWER_S)
+            response, body = await asyncio.wait_for(asyncio.to_thread(get, self._address, "/health"), _ANSWER_S)
             said = json.loads(body)
-            if code not in (200, 503) or not isinstance(said, dict):
-                raise ValueError(code)  # something else listens there
+            if response.status not in (200, 503) or not isinstance(said, dict):
+                raise ValueError(response.status)  # something else listens there
         except (OSError, ValueError, RecursionError, http.client.HTTPException, asyncio.TimeoutError):
             return 503, {"status": "unavailable", "problems": [f"quire serve does not answer at {self._address}"]}
-        return code, said
-
-    def _read(self) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._address, timeout=_ANSWER_S)
-        with closing(connection):
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            return response.status, response.read(_MOST_BYTES)
+        return response.status, said
 
 
 _relays: dict[str, HealthRelay] = {}

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +137,8 @@ def make_requests(options: DatasetOptions, prompts: PromptMaker, num_prompts: in
     if num_prompts < 1:
         raise ValueError(f"num_prompts is {num_prompts}; it must be at least 1")
     make = DATASETS[options.dataset_name]
-    requests = list(make(options, prompts, num_prompts, random.Random(f"{options.dataset_name} {seed}")))
+    found = make(options, prompts, random.Random(f"{options.dataset_name} {seed}"))
+    requests = list(islice(found, num_prompts))
     if len(requests) < num_prompts:
         raise ValueError(f"num_prompts is {num_prompts}; {options.dataset_path} holds {len(requests)} that can be sent")
     return requests
@@ -158,30 +160,24 @@ def _drawn(number: int, weights: Mapping[str, float], seed: str) -> list[str]:
     return random.Random(seed).choices(list(weights), list(weights.values()), k=number) if weights else [""] * number
 
 
-def _mixed(
-    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
-) -> Iterator[SampleRequest]:
-    for _ in range(num_prompts):
+def _mixed(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
+    while True:
         ids = prompts.ids(rng, rng.randrange(*MIXED_INPUT))
         yield SampleRequest(prompt=prompts.prompt(ids), max_tokens=rng.randrange(*MIXED_OUTPUT))
 
 
-def _random(
-    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
-) -> Iterator[SampleRequest]:
+def _random(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
     def length(mean: int) -> int:
         spread = int(mean * options.random_range_ratio)
         return max(1, rng.randint(mean - spread, mean + spread))
 
     prefix = prompts.ids(rng, options.random_prefix_len)
-    for _ in range(num_prompts):
+    while True:
         ids = prefix + prompts.ids(rng, length(options.random_input_len))
         yield SampleRequest(prompt=prompts.prompt(ids), max_tokens=length(options.random_output_len))
 
 
-def _random_mm(
-    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
-) -> Iterator[SampleRequest]:
+def _random_mm(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
     """Requests of `random`, each with images of random pixels."""
     if not prompts.as_text:
         raise ValueError(
@@ -189,7 +185,7 @@ def _random_mm(
             "backend openai-chat"
         )
     sizes = _image_sizes(options.random_mm_bucket_config)
-    for request in _random(options, prompts, num_prompts, rng):
+    for request in _random(options, prompts, rng):
         chosen = rng.choices(list(sizes), list(sizes.values()), k=options.random_mm_base_items_per_request)
         yield replace(request, images=[_random_image(rng, height, width) for height, width in chosen])
 
@@ -225,27 +221,21 @@ def _random_image(rng: random.Random, height: int, width: int) -> bytes:
     return file.getvalue()
 
 
-def _prefix_repetition(
-    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
-) -> Iterator[SampleRequest]:
+def _prefix_repetition(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
     prefixes = [
         prompts.ids(rng, options.prefix_repetition_prefix_len) for _ in range(options.prefix_repetition_num_prefixes)
     ]
-    for _ in range(num_prompts):
+    while True:
         ids = rng.choice(prefixes) + prompts.ids(rng, options.prefix_repetition_suffix_len)
         yield SampleRequest(prompt=prompts.prompt(ids), max_tokens=options.prefix_repetition_output_len)
 
 
-def _sharegpt(
-    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
-) -> Iterator[SampleRequest]:
+def _sharegpt(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
     """The first question of each conversation, with as many tokens as its answer has."""
     assert options.dataset_path is not None
     pairs = list(_conversations(options.dataset_path))
     rng.shuffle(pairs)
     for prompt, answer in pairs:
-        if num_prompts == 0:
-            return
         prompt_len, answer_len = prompts.count(prompt), prompts.count(answer)
         output_len = options.sharegpt_output_len or answer_len
         if output_len is None:
@@ -257,7 +247,6 @@ def _sharegpt(
             and SHAREGPT_TOKENS <= output_len <= SHAREGPT_ALL_TOKENS - prompt_len
         ):
             continue
-        num_prompts -= 1
         yield SampleRequest(prompt=prompt, max_tokens=output_len)
 
 
@@ -283,9 +272,7 @@ def _conversations(path: Path) -> Iterator[tuple[str, str]]:
             yield turns[0], turns[1]
 
 
-def _mooncake(
-    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
-) -> Iterator[SampleRequest]:
+def _mooncake(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
     """A line each: {"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}.
 
     Equal hash ids are blocks of equal tokens, so that prompts share what they shared when they were recorded
@@ -294,8 +281,6 @@ def _mooncake(
     assert options.dataset_path is not None
     start: float | None = None
     for number, line in enumerate(_read(options.dataset_path).splitlines(), 1):
-        if num_prompts == 0:
-            return
         if not line.strip():
             continue
         entry = _trace_entry(line, f"{options.dataset_path}, line {number}")
@@ -307,7 +292,6 @@ def _mooncake(
             ids += prompts.ids(random.Random(f"block {hash_id}"), options.mooncake_block_size)
         length = entry["input_length"]
         ids = ids[:length] + prompts.ids(rng, max(0, length - len(ids)))
-        num_prompts -= 1
         yield SampleRequest(
             prompt=prompts.prompt(ids), max_tokens=entry["output_length"], timestamp_s=(time - start) / 1000
         )
@@ -331,7 +315,7 @@ def _trace_entry(line: str, where: str) -> dict[str, Any]:
     return entry
 
 
-DATASETS: dict[str, Callable[[DatasetOptions, PromptMaker, int, random.Random], Iterator[SampleRequest]]] = {
+DATASETS: dict[str, Callable[[DatasetOptions, PromptMaker, random.Random], Iterator[SampleRequest]]] = {
     "mixed": _mixed,
     "random": _random,
     "random-mm": _random_mm,
@@ -339,7 +323,7 @@ DATASETS: dict[str, Callable[[DatasetOptions, PromptMaker, int, random.Random], 
     "sharegpt": _sharegpt,
     "mooncake": _mooncake,
 }
-"""By name."""
+"""By name. Those of random prompts have no end."""
 
 
 def _read(path: Path) -> str:

@@ -3,6 +3,7 @@
 import http.client
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -40,18 +41,29 @@ def fetch(endpoint: str, path: str = "/metrics") -> str:
     Raises:
         ScrapeError: it could not be read.
     """
-    connection = http.client.HTTPConnection(endpoint, timeout=_TIMEOUT_S)
     try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        body = response.read(_MOST_BYTES)
-        if response.status != http.client.OK:
-            raise ScrapeError(f"http://{endpoint}{path} answers {response.status} {printable(response.reason)}")
-        return body.decode("utf-8", errors="replace")
+        response, body = get(endpoint, path)
     except (OSError, http.client.HTTPException) as error:
         raise ScrapeError(f"http://{endpoint}{path} cannot be read: {why(error)}") from None
-    finally:
-        connection.close()
+    if response.status != http.client.OK:
+        raise ScrapeError(f"http://{endpoint}{path} answers {response.status} {printable(response.reason)}")
+    return body.decode("utf-8", errors="replace")
+
+
+def get(endpoint: str, path: str) -> tuple[http.client.HTTPResponse, bytes]:
+    """What an address answers, and the body.
+
+    Args:
+        endpoint: HOST:PORT.
+        path: of the page.
+
+    Raises:
+        OSError, http.client.HTTPException: there is no answer.
+    """
+    with closing(http.client.HTTPConnection(endpoint, timeout=_TIMEOUT_S)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response, response.read(_MOST_BYTES)
 
 
 def why(error: Exception) -> str:

@@ -12,7 +12,7 @@ from quire_dashboard.charts import SECONDS, chart_table, stacked_spec
 from quire_dashboard.figures import ADAPTER_REQUESTS, ADAPTER_TOKENS, ADAPTERS
 from quire_dashboard.frame import Line, chart
 from quire_dashboard.monitor import StepState
-from quire_dashboard.queries import GAP_S, Gauge, Quantile, Rate, Ratio, latest
+from quire_dashboard.queries import GAP_S, Gauge, Quantile, Rate, Ratio
 
 _DRAFTED = Rate(name="quire_spec_decode_draft_tokens_total")
 _ACCEPTED = Rate(name="quire_spec_decode_accepted_tokens_total")
@@ -67,8 +67,7 @@ def _now() -> None:
 
 def _adapters(snapshot: Snapshot) -> None:
     st.subheader("LoRA adapters")
-    view, labels = watchers.monitor().view(), choice.selection().labels
-    requests, tokens = latest(ADAPTER_REQUESTS, view, labels), latest(ADAPTER_TOKENS, view, labels)
+    requests, tokens = frame.values(ADAPTER_REQUESTS), frame.values(ADAPTER_TOKENS)
     rows = [
         {
             "adapter": words.printable(one.name, 64),
@@ -141,9 +140,9 @@ def _step(snapshot: Snapshot) -> None:
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
     frame.table(rows, columns={"share": share, "median": _MILLISECONDS}, key="phases")
     if _drafts_tokens():
-        length = latest(_ACCEPTANCE_LENGTH, watchers.monitor().view(), choice.selection().labels).get("")
+        length = words.decimal(frame.value(_ACCEPTANCE_LENGTH))
         st.markdown(
-            f"Acceptance length: **{words.decimal(length)}** tokens of a step for a request with drafts, in the mean "
+            f"Acceptance length: **{length}** tokens of a step for a request with drafts, in the mean "
             "of the last minute."
         )
     queues = snapshot.engine.queues
@@ -181,7 +180,7 @@ def _charts() -> None:
             ], key="drafts", say=words.per_second)  # fmt: skip
             chart("Acceptance length", "tokens", [Line(query=_ACCEPTANCE_LENGTH, name="per step with drafts")],
                   key="acceptance_length", say=words.decimal)  # fmt: skip
-        if latest(ADAPTERS, watchers.monitor().view(), choice.selection().labels):
+        if frame.values(ADAPTERS):
             chart("Tokens by adapter", "tokens per second", [Line(query=ADAPTER_TOKENS, by="adapter")],
                   key="adapter_tokens", say=words.per_second)  # fmt: skip
             chart("Adapters in memory", "adapters", [Line(query=ADAPTERS, by="state")], key="adapters_ready",
@@ -192,14 +191,14 @@ def _charts() -> None:
             chart("KV transfer in bytes", "bytes per second", [
                 Line(query=Rate(name="quire_kv_connector_bytes_total", by="direction"), by="direction"),
             ], key="kv_bytes", say=words.bytes_per_second)  # fmt: skip
-        if latest(_IMBALANCE, watchers.monitor().view(), choice.selection().labels):
+        if frame.values(_IMBALANCE):
             chart("Busiest expert and rank", "times the average", [Line(query=_IMBALANCE, by="over")], key="imbalance",
                   say=words.decimal)  # fmt: skip
 
 
 def _drafts_tokens() -> bool:
     """Whether the model has speculative decoding."""
-    return bool(latest(_BY_PLACE, watchers.monitor().view(), choice.selection().labels))
+    return bool(frame.values(_BY_PLACE))
 
 
 def _transfers() -> bool:
@@ -207,9 +206,7 @@ def _transfers() -> bool:
     snapshot = watchers.monitor().last_snapshot(choice.selection().model)
     settings = {} if snapshot is None else snapshot.settings
     is_set = bool(settings.get("kv_transfer_config") or settings.get("disaggregation"))
-    return is_set or bool(
-        latest(Gauge(name=_TRANSFERRED), watchers.monitor().view(), choice.selection().labels).get("")
-    )
+    return is_set or bool(frame.value(Gauge(name=_TRANSFERRED)))
 
 
 def _composition(steps: list[StepState]) -> None:

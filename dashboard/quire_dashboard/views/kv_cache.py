@@ -7,7 +7,7 @@ from quire_dashboard import choice, frame, watchers, words
 from quire_dashboard.block_map import blocks_by_state, colours_of, draw
 from quire_dashboard.charts import SHARES
 from quire_dashboard.frame import Line, chart
-from quire_dashboard.queries import Gauge, Rate, Ratio, latest
+from quire_dashboard.queries import Gauge, Rate, Ratio
 
 _COLOURS = "block_colours"
 """In the visitor's session: each request's colour, so that it stays the same while others come and go."""
@@ -48,13 +48,12 @@ def _now() -> None:
 
 
 def _figures(snapshot: Snapshot | None) -> None:
-    view, labels = watchers.monitor().view(), choice.selection().labels
-    states = latest(Gauge(name="quire_kv_blocks", by="state"), view, labels)
+    states = frame.values(Gauge(name="quire_kv_blocks", by="state"))
     # A cache that has been in use is full of cached blocks: the few empty ones alone would look like a shortage.
     available = states.get("free", 0.0) + states.get("cached", 0.0) if states else None
-    hits = latest(_HITS, view, labels).get("")
-    preemptions = latest(Rate(name="quire_preemptions_total"), view, labels).get("")
-    evictions = latest(Rate(name="quire_kv_block_evictions_total"), view, labels).get("")
+    hits = frame.value(_HITS)
+    preemptions = frame.value(Rate(name="quire_preemptions_total"))
+    evictions = frame.value(Rate(name="quire_kv_block_evictions_total"))
     shown = [
         ("Used", words.count(states.get("used")), "Blocks that live requests hold."),
         ("Available", words.count(available), "Blocks that a request can have: empty ones, and cached ones."),
@@ -63,7 +62,7 @@ def _figures(snapshot: Snapshot | None) -> None:
         ("Preemptions", words.per_second(preemptions), "Mean of the last minute."),
         ("Evictions", words.per_second(evictions), "Cached blocks given to others, mean of the last minute."),
     ]
-    states_of_layers = latest(Gauge(name="quire_state_blocks", by="state"), view, labels)
+    states_of_layers = frame.values(Gauge(name="quire_state_blocks", by="state"))
     if sum(states_of_layers.values()):
         number = f"{words.count(states_of_layers.get('used'))} / {words.count(sum(states_of_layers.values()))}"
         shown.insert(

@@ -13,8 +13,7 @@ from quire_dashboard.evidence import Evidence, slo_targets
 from quire_dashboard.findings import SLO_EXAMPLE
 from quire_dashboard.frame import Line, chart
 from quire_dashboard.health import Health
-from quire_dashboard.history import View
-from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
+from quire_dashboard.queries import Gauge, Quantile, Query, Rate
 from quire_dashboard.strip import show_strip
 
 _ALL = "All classes"
@@ -50,6 +49,11 @@ def _slo_class() -> str:
     return "" if picked == _ALL else str(picked)
 
 
+def _own() -> tuple[tuple[str, str], ...]:
+    """Labels of the chosen class."""
+    return (("slo", _slo_class()),) if _slo_class() else ()
+
+
 def _now() -> None:
     nothing = frame.server_away()
     evidence, health = watchers.monitor().judge(choice.selection().model, slo_class=_slo_class())
@@ -76,13 +80,7 @@ def _say(health: Health) -> None:
 
 
 def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
-    view, labels = watchers.monitor().view(), choice.selection().labels
-    own = (("slo", _slo_class()),) if _slo_class() else ()
-
-    def now(query: Query) -> float | None:
-        return latest(query, view, labels).get("")
-
-    restarts = now(figures.RESTARTS)
+    own, now = _own(), frame.value
     no_slo = evidence.has_slo is False
     tokens = [("Tokens", words.per_second(now(figures.TOKENS)), "Generated, mean of the last minute.")]
     first = [("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute.")]
@@ -124,8 +122,8 @@ def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
             ("Running", words.count(evidence.running), "Requests in the batch."),
             ("Waiting", words.count(evidence.waiting + evidence.waiting_for_grammar + evidence.held),
              "Requests in the queue, and those that wait for an engine."),
-            ("Restarts", words.count(restarts), "Of the engine, since the server was started."),
-            *(() if own or no_slo else _goodput_by_class(view, labels)),
+            ("Restarts", words.count(now(figures.RESTARTS)), "Of the engine, since the server was started."),
+            *(() if own or no_slo else _goodput_by_class()),
         ),
     )  # fmt: skip
     classes = {f"Goodput {name}": figures.goodput((("slo", name),)) for name in evidence.goodput}
@@ -135,9 +133,9 @@ def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
         frame.figures(row, sparks if has_sparks else None)
 
 
-def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
+def _goodput_by_class() -> tuple[tuple[str, str, str], ...]:
     """A figure per class, when there are several that requests of the last minute were of."""
-    found = latest(figures.goodput((), "slo"), view, labels)
+    found = frame.values(figures.goodput((), "slo"))
     if len(found) < 2:
         return ()
     return tuple(
@@ -151,13 +149,9 @@ def _charts() -> None:
     if watcher.error and watcher.seconds_since_success is None:
         return
     frame.say_events()
-    slo_class = _slo_class()
-    own = (("slo", slo_class),) if slo_class else ()
-    labels = choice.selection().labels
-    targets = slo_targets(watcher.view(), labels).get(slo_class or DEFAULT_CLASS, {})
-    objectives = latest(
-        Gauge(name="quire_slo_objective_ratio", labels=own, by="slo", how="max"), watcher.view(), labels
-    )
+    own = _own()
+    targets = slo_targets(watcher.view(), choice.selection().labels).get(_slo_class() or DEFAULT_CLASS, {})
+    objectives = frame.values(Gauge(name="quire_slo_objective_ratio", labels=own, by="slo", how="max"))
     missed = (*own, ("verdict", "miss"))
     _pair(
         lambda: chart("Goodput", "share of requests", [Line(query=figures.goodput(own, "slo"), by="slo")],
@@ -204,7 +198,7 @@ def _pair(left: Callable[[], None], right: Callable[[], None]) -> None:
 
 
 def _latency(title: str, name: str, target: float | None) -> None:
-    own = (("slo", _slo_class()),) if _slo_class() else ()
+    own = _own()
     lines = [Line(query=Quantile(name=name, q=q, labels=own), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
     chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, axis=SECONDS)
