@@ -27,9 +27,7 @@ from quire_cli.options import Settings
 if TYPE_CHECKING:
     from quire_engine.config import EngineConfig
 
-TextFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="UTF-8. Default: the language reference that comes with Python.")
-]
+TextFile = Annotated[Path | None, ("FILE", "UTF-8. Default: the language reference that comes with Python.")]
 Window = Annotated[int, typer.Option(min=4, help="Tokens of a window, the second half of which is scored.")]
 _CHARACTERS_PER_TOKEN = 32
 """Far more than any text has, so that a long file is not read whole."""
@@ -192,11 +190,9 @@ def evaluate(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],
     settings: Settings = None,
     text: TextFile = None,
-    reference: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Compare the predictions with those of this checkpoint.")
-    ] = None,
+    reference: Annotated[Path | None, ("PATH", "Compare the predictions with those of this checkpoint.")] = None,
     reference_setting: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting for the reference; may be repeated.")
+        list[str] | None, ("KEY=VALUE", "A setting for the reference; may be repeated.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="The most tokens of the text to use.")] = 16384,
     window: Window = 512,

@@ -22,19 +22,17 @@ if TYPE_CHECKING:
 def generate(
     model: Checkpoint,
     settings: Settings = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Default: read from stdin.")] = None,
-    input_file: Annotated[
-        Path | None, typer.Option("--input", metavar="FILE", help="Many prompts, one per line; - is stdin.")
-    ] = None,
+    prompt: Annotated[str | None, ("TEXT", "Default: read from stdin.")] = None,
+    input_file: Annotated[Path | None, ("--input", "FILE", "Many prompts, one per line; - is stdin.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the text.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
-    min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's, else 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="The most likely tokens up to this sum.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the first.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the text reproducible.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    max_tokens: Annotated[int, "The most tokens to generate."] = 128,
+    min_tokens: Annotated[int | None, "No end before this many tokens."] = None,
+    temperature: Annotated[float | None, "0 is greedy; default: the checkpoint's, else 1."] = None,
+    top_p: Annotated[float | None, "The most likely tokens up to this sum."] = None,
+    top_k: Annotated[int | None, "Only the k most likely tokens."] = None,
+    min_p: Annotated[float | None, "Drop tokens less likely than this share of the first."] = None,
+    seed: Annotated[int | None, "Makes the text reproducible."] = None,
+    stop: Annotated[list[str] | None, "Ends the text; may be repeated."] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
     yes: Yes = False,
 ) -> None:
@@ -46,14 +44,12 @@ def generate(
     and sampling parameters, which win over the options here. For each line, one such object goes to stdout, in their
     order, with its line and custom_id, or with an error. Exit code 1: some failed; the others are done.
     """
-    from quire_engine.config import EngineConfig
     from quire_engine.errors import EngineError, RequestError
     from quire_engine.frontend.default_sampling_params import read_default_sampling_params
-    from quire_engine.models import check_checkpoint
     from quire_engine.sampling_params import convert_parameters
 
     from quire_cli.demo import resolve_model
-    from quire_cli.model_repository import parse_settings
+    from quire_cli.model_repository import check_model, parse_settings
 
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
@@ -65,12 +61,7 @@ def generate(
     # Errors are found before the seconds that loading takes.
     try:
         given = convert_parameters(sampling)
-        config = EngineConfig.from_settings({"model": str(model), **engine_settings})
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
-        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
+        config, _ = check_model(model, engine_settings)
         defaults = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
         )

@@ -16,9 +16,7 @@ keys_app = typer.Typer(help="Keys: of hosts, and of the OpenAI gateway's clients
 @with_options
 def host(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where this host's keys are, or are to be.")],
-    trust: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="The public key of another host; may be repeated.")
-    ] = None,
+    trust: Annotated[list[str] | None, ("KEY", "The public key of another host; may be repeated.")] = None,
 ) -> None:
     """Make the keys by which engines on several hosts know each other, and print this host's public key.
 

@@ -13,14 +13,12 @@ from quire_cli.errors import CommandError, UsageError
 
 def serve_kv_store(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the blocks are kept. Is made when missing.")],
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="An address or a name of this host.")],
+    listen: Annotated[str, ("HOST:PORT", "An address or a name of this host.")],
     key_file: Annotated[
         Path,
-        typer.Option(
-            metavar="FILE", help="This host's keys, which trust those of the engines' hosts: quire keys host."
-        ),
+        ("FILE", "This host's keys, which trust those of the engines' hosts: quire keys host."),
     ],
-    max_bytes: Annotated[int, typer.Option(help="Of all blocks; those not used for longest make room.")] = 16 << 30,
+    max_bytes: Annotated[int, "Of all blocks; those not used for longest make room."] = 16 << 30,
 ) -> None:
     """Keep KV blocks for engines of other hosts, which have kv_transfer_config with RemoteStorageConnector.
 

@@ -9,12 +9,13 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from quire_gateway.limits import RequestLimits
+from quire_gateway.settings import GatewaySettings
 from quire_load.printable import printable
 from typer.core import TyperCommand
 
@@ -39,13 +40,13 @@ app = typer.Typer(
 
 ApiKey = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="KEY",
-        help="A key that OpenAI's clients must show; may be repeated. Better kept from ps: in a file, or one a line in "
+    (
+        "KEY",
+        "A key that OpenAI's clients must show; may be repeated. Better kept from ps: in a file, or one a line in "
         "QUIRE_OPENAI_API_KEYS.",
     ),
 ]
-ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Such keys, or their hashes, one a line.")]
+ApiKeyFile = Annotated[Path | None, ("FILE", "Such keys, or their hashes, one a line.")]
 
 
 class GroupedCommand(TyperCommand):
@@ -170,10 +171,8 @@ app.command("eval")(with_options(evaluate))
 def quantize(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder, unquantised.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    quantization: Annotated[str, typer.Option(help="int4 or int8.")] = "int4",
-    calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text like those to come, by which int4 loses less.")
-    ] = None,
+    quantization: Annotated[str, "int4 or int8."] = "int4",
+    calibration: Annotated[Path | None, ("FILE", "A text like those to come, by which int4 loses less.")] = None,
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(min=0, help="The most tokens of the text to use; 0: no perplexity.")] = 4096,
     window: Window = 512,
@@ -196,10 +195,9 @@ def doctor(
     settings: Settings = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Check this too: a Hugging Face folder, a GGUF file, organisation/name, or "
-            "the folder of a LoRA adapter.",
+        (
+            "PATH",
+            "Check this too: a Hugging Face folder, a GGUF file, organisation/name, or the folder of a LoRA adapter.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -247,12 +245,12 @@ def dashboard(options: DashboardOptions) -> int:
 @app.command()
 @with_options
 def top(
-    metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's /metrics.")] = "127.0.0.1:8002",
+    metrics: Annotated[str, ("HOST:PORT", "The server's /metrics.")] = "127.0.0.1:8002",
     health: Annotated[
         str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The health address of quire serve, which knows why something is down.  [default: port 8003, if the "
+        (
+            "HOST:PORT",
+            "The health address of quire serve, which knows why something is down.  [default: port 8003, if the "
             "server is on this machine]",
         ),
     ] = "",
@@ -273,45 +271,15 @@ def top(
 
 @app.command()
 @with_options
-def openai(
-    *,
-    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT")] = 9000,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    api_key: ApiKey = None,
-    api_key_file: ApiKeyFile = None,
-    limits: RequestLimits,
-    ignore_field: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A field of bodies to leave out; may be repeated.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN", help="Browsers let pages of this origin, such as https://app.example, use it; * for any."
-        ),
-    ] = None,
-    allowed_media_domain: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST", help="Fetch images from URLs of this host; may be repeated. Else of none."),
-    ] = None,
-    drain_timeout: Annotated[
-        int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
-    ] = 30,
-) -> int:
+def openai(settings: GatewaySettings, api_key: ApiKey = None, api_key_file: ApiKeyFile = None) -> int:
     """Serve OpenAI's API in front of a server that runs already, here or elsewhere.
 
     It needs the server's gRPC port alone; several may stand before one server.
     """
-    from quire_gateway.settings import GatewaySettings
-
     from quire_cli.openai import read_api_keys, run_gateway
 
     with usage_errors():
-        settings = GatewaySettings(
-            url=url, host=host, port=port, api_keys=read_api_keys(api_key or (), api_key_file), limits=limits,
-            drain_timeout_s=drain_timeout, ignored_fields=tuple(ignore_field or ()),
-            cors_origins=tuple(cors_origin or ()), allowed_media_domains=tuple(allowed_media_domain or ()),
-        )  # fmt: skip
+        settings = replace(settings, api_keys=read_api_keys(api_key or (), api_key_file))
     return run_gateway(settings)
 
 

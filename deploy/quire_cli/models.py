@@ -28,10 +28,8 @@ model_app = typer.Typer(help="Models: of a model repository, and of a server tha
 def add(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model; default: the folder's.")] = None,
-    model_repository: Annotated[Path, typer.Option(metavar="DIR", help="Is made when it does not exist.")] = Path(
-        "model_repository"
-    ),
+    name: Annotated[str | None, "Name of the model; default: the folder's."] = None,
+    model_repository: Annotated[Path, ("DIR", "Is made when it does not exist.")] = Path("model_repository"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a model of that name.")] = False,
     yes: Yes = False,
 ) -> None:
@@ -52,9 +50,9 @@ def add(
 @with_options
 def list_models(
     model_repository: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: that of quire serve, ./model_repository or tinypy's.")
+        Path | None, ("DIR", "Default: that of quire serve, ./model_repository or tinypy's.")
     ] = None,
-    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="A server's gRPC: list what it serves instead.")] = "",
+    url: Annotated[str, ("HOST:PORT", "A server's gRPC: list what it serves instead.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of the table.")] = False,
 ) -> None:
     """List the models of a repository, with version and checkpoint; or those of a server, with their engines' health.
@@ -110,7 +108,7 @@ def sleep(
     level: Annotated[
         int, typer.Option(min=1, max=2, help="1 frees the KV cache, 2 the weights as well, which are then read again.")
     ] = 1,
-    mode: Annotated[str, typer.Option(metavar="wait|abort", help="What happens to requests that run.")] = "wait",
+    mode: Annotated[str, ("wait|abort", "What happens to requests that run.")] = "wait",
     url: Url = SERVER_GRPC,
 ) -> None:
     """Free the memory of a model that a server serves, until it is woken up.

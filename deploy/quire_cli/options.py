@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Checkpoint = Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")]
+Checkpoint = Annotated[Path, ("PATH", "A Hugging Face folder, a GGUF file, or demo.")]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
@@ -32,7 +32,7 @@ Settings = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download the demo model without asking, if it is not here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the table.")]
 ServedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")]
-Url = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")]
+Url = Annotated[str, ("HOST:PORT", "The server's gRPC.")]
 SERVER_GRPC = "127.0.0.1:8001"
 _MODELS, _ADDRESSES, _GATEWAY = "Models", "Addresses", "OpenAI gateway"
 """Groups of the options of `quire serve`."""
@@ -42,13 +42,16 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command as Typer takes it: in place of a parameter that is a dataclass, one per field that is an option.
 
-    Such a field is `Annotated` with a `typer.Option`, or with a text, which is its help; or it is a dataclass itself.
-    Fields of one name are one option. Every command has `--debug`.
+    An option is `Annotated` with a `typer.Option`, or with its help, or with `(metavar, help)` or `(flag, metavar,
+    help)`. A field may be a dataclass itself. Fields of one name are one option. Every command has `--debug`.
     """
     given = inspect.signature(command).parameters
     parameters: dict[str, inspect.Parameter] = {}
     for name, parameter in given.items():
-        parameters |= _options_of(parameter.annotation) if is_dataclass(parameter.annotation) else {name: parameter}
+        if is_dataclass(parameter.annotation):
+            parameters |= _options_of(parameter.annotation)
+        else:
+            parameters[name] = parameter.replace(annotation=_declared(parameter.annotation))
     parameters["_debug"] = inspect.Parameter("_debug", _KEYWORD, default=False, annotation=Debug)
 
     @functools.wraps(command)
@@ -82,18 +85,31 @@ def _options_of(record: Any) -> dict[str, inspect.Parameter]:
         if is_dataclass(item.type):
             found |= {name: option for name, option in _options_of(item.type).items() if name not in found}
         elif _is_option(item):
-            declared: Any = item.type
-            (what,) = declared.__metadata__
-            option = typer.Option(help=what) if isinstance(what, str) else what
-            annotation = Annotated[declared.__origin__, option]
             default = inspect.Parameter.empty if item.default is MISSING else item.default
+            default = None if default == () else default
+            annotation = _declared(item.type)
             found[item.name] = inspect.Parameter(item.name, _KEYWORD, default=default, annotation=annotation)
     return found
 
 
+def _declared(annotation: Any) -> Any:
+    """The annotation of an option as Typer takes it; a tuple of texts is an option that may be repeated."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    kind, what = annotation.__origin__, annotation.__metadata__[0]
+    if isinstance(what, str):
+        what = typer.Option(help=what)
+    elif isinstance(what, tuple):
+        *flag, metavar, text = what
+        what = typer.Option(*flag, metavar=metavar, help=text)
+    return Annotated[list[str] | None if kind == tuple[str, ...] else kind, what]
+
+
 def _make(record: Any, values: Mapping[str, Any]) -> Any:
     """The dataclass of the options that were given."""
-    given = {item.name: values[item.name] for item in fields(record) if _is_option(item)}
+    options = [item for item in fields(record) if _is_option(item)]
+    given = {item.name: values[item.name] for item in options}
+    given |= {item.name: tuple(given[item.name] or ()) for item in options if item.default == ()}
     inner = {item.name: _make(item.type, values) for item in fields(record) if is_dataclass(item.type)}
     return record(**given, **inner)
 
@@ -174,19 +190,17 @@ class JoinOptions:
             "--data-parallel-start-rank", min=1, metavar="RANK", help="Which replica the first engine here is."
         ),
     ]
-    model_repository: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With the front's model.json; default: as of quire serve.")
-    ] = None
-    name: Annotated[str | None, typer.Option(help="Of the model; default: the repository's only one.")] = None
+    model_repository: Annotated[Path | None, ("DIR", "With the front's model.json; default: as of quire serve.")] = None
+    name: Annotated[str | None, "Of the model; default: the repository's only one."] = None
     data_parallel_size_local: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this host.")] = 1
     data_parallel_address: Annotated[
-        str | None, typer.Option(metavar="HOST", help="The front's; this and the two below: default: as in model.json.")
+        str | None, ("HOST", "The front's; this and the two below: default: as in model.json.")
     ] = None
     data_parallel_rpc_port: Annotated[
         int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where the front listens for engines.")
     ] = None
     data_parallel_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This host's keys, which trust the front: quire keys host.")
+        Path | None, ("FILE", "This host's keys, which trust the front: quire keys host.")
     ] = None
 
     @property
@@ -204,33 +218,30 @@ class DashboardOptions:
 
     url: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A server's gRPC; may be repeated, for several servers.  [default: 127.0.0.1:8001]",
-        ),
+        ("HOST:PORT", "A server's gRPC; may be repeated, for several servers.  [default: 127.0.0.1:8001]"),
     ] = None
     metrics: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A server's /metrics; for several servers as often as --url, in the same order.  "
+        (
+            "HOST:PORT",
+            "A server's /metrics; for several servers as often as --url, in the same order.  "
             "[default: port 8002 of each server's host]",
         ),
     ] = None
     http: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Likewise a server's HTTP, which commands are shown with.  [default: port 8000 of each server's host]",
+        (
+            "HOST:PORT",
+            "Likewise a server's HTTP, which commands are shown with.  [default: port 8000 of each server's host]",
         ),
     ] = None
     health: str = ""
     """The health address of the `quire serve` that starts it."""
     prometheus: Annotated[
         str,
-        typer.Option(
-            metavar="URL",
-            help="A Prometheus that scrapes the servers; without, history begins now. Of several servers, it must know "
+        (
+            "URL",
+            "A Prometheus that scrapes the servers; without, history begins now. Of several servers, it must know "
             "each by its --metrics in the label instance.",
         ),
     ] = ""
@@ -243,10 +254,8 @@ class DashboardOptions:
         ),
     ] = ""
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT")] = 8501
-    host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1"
-    token: Annotated[
-        str, typer.Option(help="What visitors must know; better kept from ps, in QUIRE_DASHBOARD_TOKEN.")
-    ] = ""
+    host: Annotated[str, "Address to listen on; another than loopback needs a token."] = "127.0.0.1"
+    token: Annotated[str, "What visitors must know; better kept from ps, in QUIRE_DASHBOARD_TOKEN."] = ""
 
 
 BACKENDS = {"grpc": "127.0.0.1:8001", "generate-stream": "http://127.0.0.1:8000", "openai": "http://127.0.0.1:9000",
@@ -264,19 +273,13 @@ class BenchOptions:
     model: Annotated[str, "The model's name at the server."]
     task: Annotated[str, "generate, or embed: with grpc and openai."] = "generate"
     backend: Annotated[str, "grpc, generate-stream, openai or openai-chat."] = "grpc"
-    base_url: Annotated[
-        str, typer.Option(metavar="URL", help="HOST:PORT for grpc, else http://HOST:PORT; default: quire serve's.")
-    ] = ""
-    metrics: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The server's /metrics; default: port 8002 of the same host.")
-    ] = ""
+    base_url: Annotated[str, ("URL", "HOST:PORT for grpc, else http://HOST:PORT; default: quire serve's.")] = ""
+    metrics: Annotated[str, ("HOST:PORT", "The server's /metrics; default: port 8002 of the same host.")] = ""
     num_prompts: Annotated[int, "Requests in all."] = 100
     num_warmups: Annotated[int, "Requests before them that do not count."] = 2
     arrivals: Arrivals = field(default_factory=Arrivals)
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A checkpoint's folder: whose tokens prompts are made of.")
-    ] = None
+    tokenizer: Annotated[Path | None, ("PATH", "A checkpoint's folder: whose tokens prompts are made of.")] = None
     seed: Annotated[int, "Of prompts, lengths and arrivals."] = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Further sampling parameters of every request, or those of the task."""
@@ -285,9 +288,7 @@ class BenchOptions:
     adapters: Mapping[str, float] = field(default_factory=dict)
     """LoRA adapter → weight, likewise."""
     goodput: Mapping[str, "Targets"] = field(default_factory=dict)
-    request_timeout_s: Annotated[
-        float, typer.Option("--request-timeout", metavar="S", help="A request is cancelled after this long.")
-    ] = 600.0
+    request_timeout_s: Annotated[float, ("--request-timeout", "S", "A request is cancelled after this long.")] = 600.0
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -351,18 +352,16 @@ class TuneOptions:
     """What `quire tune` searches."""
 
     model: Checkpoint
-    slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")]
+    slo: Annotated[str, ("KEY:MS,...", "The objectives: ttft, tpot, e2el in milliseconds.")]
     dataset: DatasetOptions
     settings: Settings = None
     """Those that stay as they are."""
     attainment: Annotated[float, "Which share of the requests has to meet them."] = 0.95
     tried: Annotated[
         list[str] | None,
-        typer.Option("--try", metavar="KEY=[VALUE,...]", help="Values of a setting, in JSON; null leaves it out."),
+        ("--try", "KEY=[VALUE,...]", "Values of a setting, in JSON; null leaves it out."),
     ] = None
-    journal: Annotated[Path, typer.Option(metavar="FILE", help="Keeps each run; the same command goes on from it.")] = (
-        Path("quire-tune.jsonl")
-    )
+    journal: Annotated[Path, ("FILE", "Keeps each run; the same command goes on from it.")] = Path("quire-tune.jsonl")
     start_rate: Annotated[float, "Requests per second of the first run."] = 1.0
     seconds: Annotated[float, "How long requests come in each run."] = 20.0
     precision: Annotated[float, "Of rates, as a share of them."] = 0.1

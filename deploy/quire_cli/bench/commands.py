@@ -28,23 +28,17 @@ bench_app = typer.Typer(help="Measure a server under load, or an engine without 
 @with_options
 def serve(
     options: BenchOptions,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers have just the length that is asked for.")] = True,
-    extra_body: Annotated[
-        str, typer.Option(metavar="JSON", help="Further sampling parameters, or those of embed.")
-    ] = "{}",
-    slo_class: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[:WEIGHT]", help="SLO class of requests; repeat for a mixture.")
-    ] = None,
-    lora: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[:WEIGHT]", help="LoRA adapter of requests; repeat for a mixture.")
-    ] = None,
+    ignore_eos: Annotated[bool, "Answers have just the length that is asked for."] = True,
+    extra_body: Annotated[str, ("JSON", "Further sampling parameters, or those of embed.")] = "{}",
+    slo_class: Annotated[list[str] | None, ("NAME[:WEIGHT]", "SLO class of requests; repeat for a mixture.")] = None,
+    lora: Annotated[list[str] | None, ("NAME[:WEIGHT]", "LoRA adapter of requests; repeat for a mixture.")] = None,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(metavar="[CLASS=]KEY:MS,...", help="What is good: ttft, tpot, e2el in ms; may be repeated."),
+        ("[CLASS=]KEY:MS,...", "What is good: ttft, tpot, e2el in ms; may be repeated."),
     ] = None,
-    metric_percentiles: Annotated[str, typer.Option(help="Which percentiles, with commas between.")] = "90,95,99",
+    metric_percentiles: Annotated[str, "Which percentiles, with commas between."] = "90,95,99",
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="An SVG picture of the run.")] = None,
+    plot: Annotated[Path | None, ("FILE", "An SVG picture of the run.")] = None,
 ) -> int:
     """Send a load to a server that runs, and measure it as its clients see it, and as the server does.
 
@@ -91,12 +85,12 @@ def latency(
 def throughput(
     model: Checkpoint,
     settings: Settings = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests, which come all at once.")] = 100,
-    dataset_name: Annotated[str, typer.Option(help="mixed, random, sharegpt, …: see quire bench serve.")] = "mixed",
-    dataset_path: Annotated[Path | None, typer.Option(metavar="FILE", help="Of sharegpt and mooncake.")] = None,
-    input_len: Annotated[int, typer.Option(help="Of random: tokens per prompt.")] = 1024,
-    output_len: Annotated[int, typer.Option(help="Of random: tokens per answer.")] = 128,
-    seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = 0,
+    num_prompts: Annotated[int, "Requests, which come all at once."] = 100,
+    dataset_name: Annotated[str, "mixed, random, sharegpt, …: see quire bench serve."] = "mixed",
+    dataset_path: Annotated[Path | None, ("FILE", "Of sharegpt and mooncake.")] = None,
+    input_len: Annotated[int, "Of random: tokens per prompt."] = 1024,
+    output_len: Annotated[int, "Of random: tokens per answer."] = 128,
+    seed: Annotated[int, "Of prompts and lengths."] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measure requests and tokens per second when all requests come at once, with no server.

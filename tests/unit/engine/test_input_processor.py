@@ -30,6 +30,12 @@ def prompt_of(inputs: InputProcessor, prompt: Any, **params: Any) -> list[int]:
     return inputs.process(prompt, SamplingParams(**params)).prompt_token_ids
 
 
+@pytest.mark.parametrize(("modality", "called"), [("image", "images"), ("video", "a video")])
+def test_a_model_of_text_alone_says_what_it_was_sent(modality: str, called: str, inputs: InputProcessor) -> None:
+    with pytest.raises(RequestError, match=f"holds {called}; this model takes text alone"):
+        prompt_of(inputs, {"prompt": "def", "multi_modal_data": {modality: b"?"}})
+
+
 # -- truncate_prompt_tokens --------------------------------------------------------------------------------------------
 
 

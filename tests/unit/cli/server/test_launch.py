@@ -63,7 +63,7 @@ def fake_server(root: Path, *, wheel: bool, stub_python: str = PYTHON) -> Path:
 def only_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing is installed but what a test puts into this folder, which is on PATH."""
     monkeypatch.setattr(tritonserver, "_OPT", tmp_path / "nowhere")
-    monkeypatch.setattr(tritonserver, "_wheel_folder", lambda: None)
+    monkeypatch.setattr(tritonserver, "package_folder", lambda name: None)
     monkeypatch.setattr(tritonserver, "libpython", lambda: "libpython.so")
     monkeypatch.setenv("PATH", str(tmp_path / "triton" / "bin"))
     return tmp_path / "triton"
