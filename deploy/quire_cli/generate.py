@@ -44,12 +44,14 @@ def generate(
     and sampling parameters, which win over the options here. For each line, one such object goes to stdout, in their
     order, with its line and custom_id, or with an error. Exit code 1: some failed; the others are done.
     """
+    from quire_engine.config import EngineConfig
     from quire_engine.errors import EngineError, RequestError
     from quire_engine.frontend.default_sampling_params import read_default_sampling_params
+    from quire_engine.models import check_checkpoint
     from quire_engine.sampling_params import convert_parameters
 
     from quire_cli.demo import resolve_model
-    from quire_cli.model_repository import check_model, parse_settings
+    from quire_cli.model_repository import parse_settings
 
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
@@ -61,7 +63,12 @@ def generate(
     # Errors are found before the seconds that loading takes.
     try:
         given = convert_parameters(sampling)
-        config, _ = check_model(model, engine_settings)
+        config = EngineConfig.from_settings({"model": str(model), **engine_settings})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
+        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
         defaults = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
         )
