@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from quire_client.messages import add_input, encoded_images, infer_request, numbers_in, prompt_input, texts_in
+from quire_engine.encoders.embeds import ImageEmbeds
 from quire_engine.encoders.video import Video
 
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
@@ -84,7 +85,7 @@ def add_prompt(request: Any, prompt: Prompt) -> None:
     """Put a prompt into the input that is of its kind."""
     if isinstance(prompt, Mapping):
         if images := prompt.get("images"):
-            files = [one.url if isinstance(one, Video) else one for one in images]
+            files = [one.text if isinstance(one, Video | ImageEmbeds) else one for one in images]
             add_input(request, "image", encoded_images(files))
         prompt = {name: value for name, value in prompt.items() if name != "images"}
     add_input(request, *prompt_input(prompt))
