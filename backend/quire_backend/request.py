@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from quire_engine.encoders.embeds import ImageEmbeds
 from quire_engine.encoders.video import Video
 from quire_engine.errors import MAX_QUOTED, RequestError, UnknownAdapterError, cut, json_type, quote
 from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
@@ -259,7 +260,7 @@ def _prompt(tensors: Mapping[str, Tensor]) -> Prompt:
 
 def parse_images(tensors: Mapping[str, Tensor], prompt: Prompt) -> list[bytes]:
     """The input `image`, vllm_backend's: files in base64 or as `data:` URLs, of the placeholders in a text or the
-    places in messages. A `data:` URL may also be that of a video.
+    places in messages. A `data:` URL may also be that of a video, and an image may be its hidden states in JSON.
 
     Raises:
         RequestError: the prompt is one of hidden states.
@@ -271,12 +272,12 @@ def parse_images(tensors: Mapping[str, Tensor], prompt: Prompt) -> list[bytes]:
     return [value.encode() if isinstance(value, str) else bytes(value) for value in values]
 
 
-def decode_images(images: Sequence[bytes]) -> list[bytes | Video]:
-    """Files and videos of the input `image`. Raises RequestError if one is not base64."""
+def decode_images(images: Sequence[bytes]) -> list[bytes | Video | ImageEmbeds]:
+    """Files, videos and hidden states of the input `image`. Raises RequestError if one is none."""
     try:
         return [decode_media(image) for image in images]
     except ValueError as error:
-        raise RequestError("image", f"image: {error}") from None
+        raise RequestError("image", f"image: {str(error).removeprefix('multi_modal_data: ')}") from None
 
 
 def parse_conversation(tensor: Tensor) -> Conversation | LongConversation:

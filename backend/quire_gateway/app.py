@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import generate_latest
+from quire_engine.encoders.embeds import ImageEmbeds
 from quire_engine.encoders.video import Video
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -256,7 +257,9 @@ async def _with_media(request: Request, num_bytes: int, asked: GenerationRequest
     media: Media = request.app.state.media
     param = asked.renamed.get("messages", "messages")
     prompt = await unless_client_leaves(request.receive, media.fetch(prompt, param))
-    sizes = (image.num_bytes if isinstance(image, Video) else len(image) for image in prompt["images"])
+    sizes = (
+        image.num_bytes if isinstance(image, Video | ImageEmbeds) else len(image) for image in prompt["images"]
+    )  # fmt: skip
     return num_bytes + sum(sizes), replace(asked, prompts=[prompt])
 
 

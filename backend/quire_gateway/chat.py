@@ -11,6 +11,7 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 import msgspec
+from quire_engine.encoders.embeds import ROWS, ImageEmbeds
 from quire_engine.encoders.video import Video
 from quire_engine.errors import RequestError
 from quire_engine.frontend.chat_template import TWO_ENDINGS
@@ -216,7 +217,7 @@ def _content(place: str, content: Any) -> str | list[dict[str, Any]] | None:
         return content
     if not isinstance(content, list):
         raise InvalidRequestError("messages", f"{place} must be a string, or a list of parts")
-    return content_of_parts(place, content, ("text",), "messages", ("image_url", "video_url"))
+    return content_of_parts(place, content, ("text",), "messages", ("image_url", "video_url", ROWS))
 
 
 def content_of_parts(
@@ -247,11 +248,11 @@ def content_of_parts(
 
 
 def image_part(place: str, part: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """A part with an image or a video in the form of chats: its files, or its http(s) URL.
+    """A part with an image or a video in the form of chats: its files, its http(s) URL, or its hidden states.
 
     Args:
         place: of the part.
-        part: an `image_url`, a `video_url`, or an `input_image`.
+        part: an `image_url`, a `video_url`, an `input_image`, or `image_embeds`.
         param: the field that it is in.
 
     Raises:
@@ -261,8 +262,8 @@ def image_part(place: str, part: Mapping[str, Any], param: str) -> dict[str, Any
         value = read_image(part, place, param)
     except RequestError as error:
         raise InvalidRequestError(param, str(error)) from None
-    kind = "video_url" if isinstance(value, Video) else "image_url"
-    if not isinstance(value, str | bytes | Video):
+    kind = "video_url" if isinstance(value, Video) else ROWS if isinstance(value, ImageEmbeds) else "image_url"
+    if not isinstance(value, str | bytes | Video | ImageEmbeds):
         raise InvalidRequestError(param, f"{place}.{kind} must be a URL, or an object with url")
     return {"type": kind, kind: value}
 

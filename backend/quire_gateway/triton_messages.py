@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from quire_client import messages
 from quire_client.messages import numbers_in, texts_in
+from quire_engine.encoders.embeds import ImageEmbeds
 from quire_engine.encoders.video import Video
 
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
@@ -88,7 +89,7 @@ def _without_images(prompt: Prompt) -> tuple[Prompt, list[bytes | str]]:
     """A prompt as the model takes it, and its images beside it."""
     if not isinstance(prompt, Mapping):
         return prompt, []
-    images = [one.url if isinstance(one, Video) else one for one in prompt.get("images", ())]
+    images = [one.text if isinstance(one, Video | ImageEmbeds) else one for one in prompt.get("images", ())]
     return {name: value for name, value in prompt.items() if name != "images"}, images
 
 

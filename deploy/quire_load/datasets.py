@@ -25,6 +25,8 @@ SHAREGPT_TOKENS, SHAREGPT_PROMPT_TOKENS, SHAREGPT_ALL_TOKENS = 4, 1024, 2048
 """As `vllm bench serve` does, conversations are passed over that have fewer in prompt or answer, or more of either."""
 JPEG_SIDES = range(1, 65501)
 """Pixels that libjpeg takes."""
+VIDEO_FRAMES = range(1, 769)
+"""That the server takes."""
 _WORDS = (  # noqa: SIM905 (a list of them would fill the page)
     "the cache holds blocks of keys and values while a request runs and its prefix may serve another one later on "
     "def class return import for in range if else value list number text line file open read write print"
@@ -38,8 +40,8 @@ class SampleRequest:
     prompt: str | list[int]
     max_tokens: int
     """How many tokens are asked for."""
-    images: Sequence[bytes] = ()
-    """JPEG files beside the text."""
+    images: Sequence[bytes | Sequence[bytes]] = ()
+    """JPEG files beside the text; several together are the frames of a video."""
     slo_class: str = ""
     """Empty: the model's default."""
     lora_name: str = ""
@@ -64,9 +66,9 @@ class DatasetOptions:
     random_output_len: Annotated[int, "Of random: tokens per answer."] = 128
     random_range_ratio: Annotated[float, "Lengths vary by this share, up and down."] = 0.0
     random_prefix_len: Annotated[int, "Tokens that all prompts begin with, besides."] = 0
-    random_mm_base_items_per_request: Annotated[int, "Of random-mm: images per request."] = 1
+    random_mm_base_items_per_request: Annotated[int, "Of random-mm: images and videos per request."] = 1
     random_mm_bucket_config: Annotated[
-        str, "Of random-mm: sizes of images and their shares, {(height, width, 1): share, ...}."
+        str, "Of random-mm: sizes and their shares, {(height, width, frames): share, ...}; 1 frame is an image."
     ] = "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}"
     sharegpt_output_len: Annotated[int | None, "Tokens per answer; default: the file's."] = None
     prefix_repetition_prefix_len: Annotated[int, "Tokens of each shared prefix."] = 256
@@ -178,7 +180,7 @@ def _random(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -
 
 
 def _random_mm(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
-    """Requests of `random`, each with images of random pixels."""
+    """Requests of `random`, each with images or videos of random pixels."""
     if not prompts.as_text:
         raise ValueError(
             "dataset_name is 'random-mm', whose images are parts of a chat's message; use quire bench serve with "
@@ -187,29 +189,35 @@ def _random_mm(options: DatasetOptions, prompts: PromptMaker, rng: random.Random
     sizes = _image_sizes(options.random_mm_bucket_config)
     for request in _random(options, prompts, rng):
         chosen = rng.choices(list(sizes), list(sizes.values()), k=options.random_mm_base_items_per_request)
-        yield replace(request, images=[_random_image(rng, height, width) for height, width in chosen])
+        yield replace(request, images=[_random_media(rng, *size) for size in chosen])
 
 
-def _image_sizes(text: str) -> dict[tuple[int, int], float]:
-    """(height, width) in pixels → share, of the form of vLLM's option, which has a number of frames as well.
+def _random_media(rng: random.Random, height: int, width: int, num_frames: int) -> bytes | list[bytes]:
+    frames = [_random_image(rng, height, width) for _ in range(num_frames)]
+    return frames if num_frames > 1 else frames[0]
+
+
+def _image_sizes(text: str) -> dict[tuple[int, int, int], float]:
+    """(height, width, frames) in pixels → share, of the form of vLLM's option.
 
     Raises:
-        ValueError: it is not of that form, or asks for videos.
+        ValueError: it is not of that form.
     """
     try:
         buckets = {size: float(share) for size, share in ast.literal_eval(text).items() if share}
         is_sound = bool(buckets) and all(
-            0 < share < math.inf and frames == 1 and height in JPEG_SIDES and width in JPEG_SIDES
+            0 < share < math.inf and frames in VIDEO_FRAMES and height in JPEG_SIDES and width in JPEG_SIDES
             for (height, width, frames), share in buckets.items()
         )
     except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
         is_sound = False
     if not is_sound:
         raise ValueError(
-            f"random_mm_bucket_config is {text[:120]!r}; it must be {{(height, width, 1): share, ...}} with sides "
-            f"of 1 to {JPEG_SIDES[-1]} pixels and a share above 0, as in {{(256, 256, 1): 1}}"
+            f"random_mm_bucket_config is {text[:120]!r}; it must be {{(height, width, frames): share, ...}} with sides "
+            f"of 1 to {JPEG_SIDES[-1]} pixels, 1 to {VIDEO_FRAMES[-1]} frames and a share above 0, as in "
+            "{(256, 256, 1): 0.8, (256, 256, 8): 0.2}"
         )
-    return {(height, width): share for (height, width, _), share in buckets.items()}
+    return {(int(height), int(width), int(frames)): share for (height, width, frames), share in buckets.items()}
 
 
 def _random_image(rng: random.Random, height: int, width: int) -> bytes:

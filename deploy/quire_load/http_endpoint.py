@@ -3,7 +3,7 @@
 import base64
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -117,7 +117,7 @@ class OpenAIEndpoint(_HttpEndpoint):
 
 
 class OpenAIChatEndpoint(OpenAIEndpoint):
-    """`/v1/chat/completions`; a prompt is the one message of a conversation, as text with images after it."""
+    """`/v1/chat/completions`; a prompt is the one message of a conversation: text, images and videos after it."""
 
     def _path(self, model: str) -> str:
         return "/v1/chat/completions"
@@ -125,11 +125,7 @@ class OpenAIChatEndpoint(OpenAIEndpoint):
     def _prompt(self, request: SampleRequest) -> dict[str, Any]:
         content: Any = request.prompt
         if request.images:
-            urls = [f"data:image/jpeg;base64,{base64.b64encode(image).decode()}" for image in request.images]
-            content = [
-                {"type": "text", "text": request.prompt},
-                *({"type": "image_url", "image_url": {"url": url}} for url in urls),
-            ]
+            content = [{"type": "text", "text": request.prompt}, *map(_media_part, request.images)]
         return {"messages": [{"role": "user", "content": content}]}
 
     def _text(self, choice: dict[str, Any]) -> Any:
@@ -137,6 +133,13 @@ class OpenAIChatEndpoint(OpenAIEndpoint):
         return (
             delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
         )
+
+
+def _media_part(media: bytes | Sequence[bytes]) -> dict[str, Any]:
+    """A part of a content: an image, or a video of which these are the frames."""
+    kind, files = ("image", [media]) if isinstance(media, bytes) else ("video", media)
+    code = ",".join(base64.b64encode(file).decode() for file in files)
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind}/jpeg;base64,{code}"}}
 
 
 class OpenAIEmbeddingEndpoint(_HttpEndpoint):

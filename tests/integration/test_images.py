@@ -25,8 +25,8 @@ QUESTION = "what is it?"
 class Served:
     """A server with a model of images, and what it should say."""
 
-    def __init__(self, server: Server, chat: str, completion: str, image: bytes) -> None:
-        self.server, self.chat, self.completion, self.image = server, chat, completion, image
+    def __init__(self, server: Server, chat: str, completion: str, image: bytes, states: dict[str, str]) -> None:
+        self.server, self.chat, self.completion, self.image, self.states = server, chat, completion, image, states
         self.code = base64.b64encode(image).decode()
         self.url = f"data:image/jpeg;base64,{self.code}"  # of another type: the bytes decide
 
@@ -34,9 +34,15 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # Not every process that collects this file spends two seconds on transformers.
+    import torch
     from PIL import Image
     from quire_engine.frontend.tokenizer import load_tokenizer
-    from support.pictures import expand, generate, image_of, make_picture_checkpoint
+    from support.pictures import expand, generate, image_of, make_picture_checkpoint, states_of
+
+    def saved(tensor: torch.Tensor) -> bytes:
+        file = BytesIO()
+        torch.save(tensor, file)
+        return file.getvalue()
 
     path = tmp_path_factory.mktemp("images")
     tokenizer = load_tokenizer(ROOT / "model_repository" / "tinypy" / "1" / "model")
@@ -48,12 +54,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for prompt in (f"user:{states}{QUESTION}\nassistant:", f"a {states} b"):
         token_ids, _ = generate(folder, tokenizer.encode(prompt, add_special_tokens=False), [image], NUM_TOKENS)
         texts.append(tokenizer.decode(token_ids))
+    rows, arrays = states_of(folder, image)
+    tensors = {"image_embeds": rows, "rows": torch.tensor(arrays["rows"]), "cols": torch.tensor(arrays["cols"])}
+    given = {name: base64.b64encode(saved(tensor)).decode() for name, tensor in tensors.items()}
     for name, model in (("vision", folder), ("text", CHECKPOINT)):
         add_model(path / "models", name, {**SMALL, "model": str(model), "max_model_len": 768})
     file = BytesIO()
     Image.fromarray(image).save(file, "PNG")
     with serve("--model-repository", str(path / "models"), "--openai", "--openai-port", "0") as server:
-        yield Served(server, *texts, file.getvalue())
+        yield Served(server, *texts, file.getvalue(), given)
 
 
 def test_a_client_of_vllm_backend(served: Served) -> None:
@@ -66,6 +75,9 @@ def test_a_client_of_vllm_backend(served: Served) -> None:
     body = {"text_input": "a <image> b", "image": image, **SAID}
     status, answer = http(served.server, "/v2/models/vision/generate", json.dumps(body).encode())
     assert (status, answer["text_output"]) == (200, f"a <image> b{served.completion}")
+    body["image"] = [json.dumps(served.states)]
+    status, answer = http(served.server, "/v2/models/vision/generate", json.dumps(body).encode())
+    assert (status, answer["text_output"]) == (200, f"a <image> b{served.completion}"), "with its hidden states"
 
 
 def test_our_own_client(served: Served) -> None:
@@ -88,6 +100,10 @@ def test_openais_client(served: Served) -> None:
         said = {"temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": {"ignore_eos": True}}
         chat = client.chat.completions.create(model="vision", messages=turns, **said)
         assert chat.choices[0].message.content == served.chat
+        turns[0]["content"][0] = {"type": "image_embeds", "image_embeds": served.states}
+        chat = client.chat.completions.create(model="vision", messages=turns, **said)
+        assert chat.choices[0].message.content == served.chat, "with its hidden states"
+        turns[0]["content"][0] = part
         item: Any = {"role": "user", "content": [{"type": "input_image", "image_url": served.url, "detail": "auto"},
                                                  {"type": "input_text", "text": QUESTION}]}  # fmt: skip
         answer = client.responses.create(

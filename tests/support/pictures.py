@@ -21,7 +21,16 @@ from support.oracle import load_reference
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.video_utils import VideoMetadata
 
-__all__ = ["PICTURES", "expand", "expand_video", "generate", "image_of", "make_picture_checkpoint", "video_arrays"]
+__all__ = [
+    "PICTURES",
+    "expand",
+    "expand_video",
+    "generate",
+    "image_of",
+    "make_picture_checkpoint",
+    "states_of",
+    "video_arrays",
+]
 
 TEXT = {
     "vocab_size": 4160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -52,7 +61,7 @@ GEMMA4 = {
     "ids": {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
     "pixels": {"patch_size": 2, "max_soft_tokens": 70}, "types": "mm_token_type_ids",
     "processor": "gemma4.processing_gemma4.Gemma4Processor",
-    "attributes": {"boi_token": "<|image>", "eoi_token": "<image|>"},
+    "attributes": {"boi_token": "<|image>", "eoi_token": "<image|>"}, "needs_ids": True, "video_token": "<|video|>",
 }  # fmt: skip
 CLIP = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3}
 LLAVA = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -77,6 +86,7 @@ QWEN_VISION = {
 QWEN = {
     "tokens": QWEN_TOKENS, "image_token": "<|image_pad|>", "around": "<|vision_start|>{}<|vision_end|>",
     "ids": QWEN_IDS, "pixels": {"patch_size": 7, "min_pixels": 14 * 14, "max_pixels": 30 * 14 * 14},
+    "video_token": "<|video_pad|>",
 }  # fmt: skip
 QWEN2_TEXT = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}}
 QWEN3_TEXT = {
@@ -95,6 +105,7 @@ GLM = {
     "tokens": ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"), "image_token": "<|image|>",
     "around": "<|begin_of_image|>{}<|end_of_image|>", "processor": "glm4v.processing_glm4v.Glm4vProcessor",
     "pixels": {"patch_size": 7, "size": {"shortest_edge": 2 * 14 * 14, "longest_edge": 60 * 14 * 14}},
+    "video_token": "<|video|>",
     "ids": {
         "image_token_id": "<|image|>", "image_start_token_id": "<|begin_of_image|>",
         "image_end_token_id": "<|end_of_image|>", "video_token_id": "<|video|>",
@@ -177,7 +188,7 @@ PICTURES: dict[str, dict[str, Any]] = {
             "num_kv_shared_layers": 2, "pad_token_id": 3, "use_bidirectional_attention": None,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         }},
-        **GEMMA4, "needs_ids": True,
+        **GEMMA4,
     },
     "glm46v": {
         "config": {
@@ -393,9 +404,10 @@ def expand_video(name: str, folder: Path, frames: npt.NDArray[np.uint8], fps: fl
     module, _, kind = PICTURES[name]["processor"].rpartition(".")
     own = import_module(f"transformers.models.{module}")
     processor, states = object.__new__(getattr(own, kind)), np.zeros((1, len(frames)))
+    arrays = video_arrays(folder, frames)
     attributes = {
         "image_token": PICTURES[name]["image_token"], "vision_start_token": "<|vision_start|>",
-        "video_token": "<|video_pad|>" if name.startswith("qwen") else "<video>",
+        "video_token": PICTURES[name].get("video_token", "<video>"),
         "vision_end_token": "<|vision_end|>", "video_processor": Mock(merge_size=2, temporal_patch_size=2),
     }  # fmt: skip
     for attribute, value in (attributes | PICTURES[name].get("attributes", {})).items():
@@ -403,12 +415,34 @@ def expand_video(name: str, folder: Path, frames: npt.NDArray[np.uint8], fps: fl
     metadata = VideoMetadata(total_num_frames=len(frames), fps=fps, frames_indices=list(range(len(frames))))
     inputs = {
         "video_metadata": [metadata], "pixel_values_videos": states, "pixel_values": states,
-        "video_grid_thw": video_arrays(folder, frames).get("image_grid_thw"),
+        "video_grid_thw": _whole_grid(arrays),
     }  # fmt: skip
+    if "image_position_ids" in arrays:  # of Gemma 4, which pools 9 patches
+        inputs["num_soft_tokens_per_video"] = [(arrays["image_position_ids"][0, :, 0] >= 0).sum() // 9]
     # A package that is not installed; other tests compare its words.
     with patch.object(own, "num2words", in_words, create=True):
         text: str = processor.replace_video_token(inputs, 0)
     return text
+
+
+def _whole_grid(arrays: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any] | None:
+    """The grid of a video, whose frames may have one each."""
+    grid = arrays.get("image_grid_thw")
+    return None if grid is None else np.array([[grid[:, 0].sum(), *grid[0, 1:]]])
+
+
+@torch.inference_mode()
+def states_of(
+    folder: Path, image: npt.NDArray[np.uint8], model: PreTrainedModel | None = None
+) -> tuple[torch.Tensor, dict[str, npt.NDArray[Any]]]:
+    """The hidden states that transformers computes of an image, [n, E], and what its image processor makes of it."""
+    model, family = model or load_reference(folder), find_family(folder)
+    assert family is not None
+    arrays = as_arrays(load_processor(family, folder)(images=[image], return_tensors="np", **family.arguments))
+    inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in NOT_THE_MODELS}
+    found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
+    rows = [one.reshape(-1, one.shape[-1]) for one in (found if isinstance(found, list | tuple) else [found])]
+    return torch.cat(rows), arrays
 
 
 @torch.inference_mode()
@@ -425,13 +459,9 @@ def generate(
     assert family is not None
     processor, features = load_processor(family, folder), []
     has_grids = "image_grid_thw" in getattr(processor, "model_input_names", ())
-    if (videos and has_grids) or (images and (has_grids or (name is not None and PICTURES[name].get("needs_ids")))):
+    if (videos or images) and (has_grids or (name is not None and PICTURES[name].get("needs_ids"))):
         return _generate_by_ids(model, family, processor, token_ids, images, max_tokens, folder, videos)
-    for image in images:
-        arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
-        inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in NOT_THE_MODELS}
-        found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
-        features += list(found) if isinstance(found, list | tuple) else [found]
+    features += [states_of(folder, image, model)[0] for image in images]
     state_id = family.image_token_id
     for frames, _ in videos:
         inputs = {key: torch.from_numpy(value) for key, value in video_arrays(folder, frames).items()}
@@ -473,17 +503,24 @@ def _generate_by_ids(
     inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in NOT_THE_MODELS}
     if videos:
         found = [video_arrays(folder, frames) for frames, _ in videos]
-        for theirs, ours in (("pixel_values_videos", "pixel_values"), ("video_grid_thw", "image_grid_thw")):
-            inputs[theirs] = torch.from_numpy(np.concatenate([one[ours] for one in found]))
+        inputs["pixel_values_videos"] = torch.from_numpy(np.concatenate([one["pixel_values"] for one in found]))
+        if "image_position_ids" in found[0]:  # of Gemma 4
+            positions = np.concatenate([one["image_position_ids"] for one in found])
+            inputs["video_position_ids"] = torch.from_numpy(positions)
+            inputs["num_frames_per_video"] = torch.tensor([len(frames) for frames, _ in videos])
+        else:
+            grids = [grid for one in found if (grid := _whole_grid(one)) is not None]
+            inputs["video_grid_thw"] = torch.from_numpy(np.concatenate(grids))
         if "second_per_grid_ts" in signature(model.forward).parameters:
             inputs["second_per_grid_ts"] = torch.tensor([2 / fps for _, fps in videos])
     ids, logprobs, has_types = list(token_ids), [], "mm_token_type_ids" in signature(model.forward).parameters
     for _ in range(max_tokens):
         ids_T = torch.tensor([ids])
         if has_types:
-            inputs["mm_token_type_ids"] = (ids_T == family.image_token_id).int()
-            if videos:
-                inputs["mm_token_type_ids"] += 2 * (ids_T == family.video_token_id).int()
+            is_image, is_video = ids_T == family.image_token_id, ids_T == family.video_token_id
+            if videos and not is_video.any():  # of GLM's, whose tokens are those of images
+                is_image, is_video = is_video, is_image
+            inputs["mm_token_type_ids"] = is_image.int() + 2 * is_video.int()
         logits = model(input_ids=ids_T, **inputs, use_cache=False).logits[0, -1].float()
         token = int(logits.argmax())
         ids.append(token)

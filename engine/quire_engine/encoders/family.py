@@ -21,7 +21,7 @@ from quire_engine.models.checkpoints.files import read_json
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
     "Gemma4ForConditionalGeneration": gemma.Gemma4,
-    "Glm46VForConditionalGeneration": qwen_vl.Glm4v,
+    "Glm46VForConditionalGeneration": qwen_vl.Glm46V,
     "Glm4vForConditionalGeneration": qwen_vl.Glm4v,
     "Glm4vMoeForConditionalGeneration": qwen_vl.Glm4vMoe,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
@@ -70,13 +70,18 @@ def load_processor(family: ImageFamily, folder: Path) -> Any:
     """
     if isinstance(family, Other):
         return family.prepare
+    return _make_processor(family, processor_settings(folder), f"{folder}: the image processor")
+
+
+def _make_processor(family: ImageFamily, settings: Mapping[str, Any], what: str, *, is_video: bool = False) -> Any:
     module, _, name = family.processor.rpartition(".")
     kind = getattr(import_module(f"transformers.models.{module}"), name)
-    settings = processor_settings(folder)
+    if is_video:  # whose processor knows some that the image processor does not
+        settings = {name: own for name, own in settings.items() if name in kind.valid_kwargs.__annotations__}
     try:
         return kind(**settings)
     except Exception as error:  # it checks few of them, in its own ways
-        raise CheckpointError(f"{folder}: the image processor's settings are bad: {error}") from error
+        raise CheckpointError(f"{what}'s settings are bad: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +103,7 @@ def load_video_processor(family: ImageFamily, folder: Path) -> VideoProcessor | 
     if family.video_token_id is None and not family.video_token:
         return None
     settings = family.read_video_settings(read_video_settings(folder))
-    module, _, name = family.processor.rpartition(".")
-    kind = getattr(import_module(f"transformers.models.{module}"), name)
-    known = kind.valid_kwargs.__annotations__
-    try:
-        return VideoProcessor(kind(**{name: own for name, own in settings.items() if name in known}), settings)
-    except Exception as error:  # as above
-        raise CheckpointError(f"{folder}: the video processor's settings are bad: {error}") from error
+    return VideoProcessor(_make_processor(family, settings, f"{folder}: the video processor", is_video=True), settings)
 
 
 def read_video_settings(folder: Path) -> dict[str, Any]:

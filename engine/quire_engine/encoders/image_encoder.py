@@ -13,6 +13,7 @@ in the queue at a time, so that one with many images does not keep others waitin
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -35,6 +36,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.config.frontend_config import DEFAULT_MM_LIMITS
 from quire_engine.encoders import processing, tower_process
 from quire_engine.encoders.content import content_of, unusable
+from quire_engine.encoders.embeds import ROWS, ImageEmbeds
 from quire_engine.encoders.families.base import ImageFamily, NoImagesError
 from quire_engine.encoders.family import (
     PROCESSOR_FILES,
@@ -44,7 +46,7 @@ from quire_engine.encoders.family import (
     read_video_settings,
 )
 from quire_engine.encoders.video import NO_VIDEOS, Video
-from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, RequestError
+from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, RequestError, cut
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.fields import Fields
@@ -145,8 +147,8 @@ class ImageEncoder:
 
         Args:
             token_ids: of the prompt.
-            images: in the order of their placeholders: files as bytes, Pillow's images, or arrays [height, width, 3] of
-                uint8; and `Video`s, in the order of theirs.
+            images: in the order of their placeholders: files as bytes, Pillow's images, arrays [height, width, 3] of
+                uint8, or `ImageEmbeds`; and `Video`s, in the order of theirs.
 
         Raises:
             RequestError: there are not as many placeholders as images, or one cannot be used.
@@ -229,7 +231,11 @@ class ImageEncoder:
         return self._submit(image).result()
 
     def _submit(self, image: Any) -> "Future[EncodedImage]":
-        """Put an image into the queue, unless it is there or in the cache."""
+        """Put an image into the queue, unless it is there or in the cache, or its hidden states are given."""
+        if isinstance(image, ImageEmbeds):
+            given: Future[EncodedImage] = Future()
+            given.set_result(self._place(image))
+            return given
         content, job = content_of(image)
         digest = hashlib.sha256(self._namespace + msgspec.json.encode(job))
         digest.update(content)
@@ -292,41 +298,65 @@ class ImageEncoder:
         finally:
             os.ftruncate(memory, 0)
             self._free.put(memory)
-        layout, before, after, frame_interval = prepared.layout, "", "", 1.0
-        token_ids: list[int]
-        if job.frame_bytes is not None:
-            before, text, grid, frame_interval, after = self._family.expand_video(
-                layout, prepared.seconds, prepared.fps, self._image_token, self.placeholders["video"]
-            )
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        else:
-            expanded, grid = self._family.expand(layout, self._image_token), self._family.grid(layout)
-            if isinstance(expanded, str):
-                before, after = expanded[: len(expanded) - len(expanded.lstrip())], expanded[len(expanded.rstrip()) :]
-                expanded = self._tokenizer.encode(expanded.strip(), add_special_tokens=False)
-            token_ids = list(expanded)
-        places = sum(map(token_ids.count, self._state_ids))
-        if places != num_states:
-            raise unusable(f"it has {num_states} hidden states for {places} tokens", job)
-        if not np.isfinite(states).all():
-            raise unusable("its hidden states are not finite", job)
-        parts = self._parts(token_ids, states, digest, grid, frame_interval)
-        return EncodedImage(token_ids, list(parts), (before, after)), seconds + tower_seconds
+        if job.frame_bytes is None:
+            return self._place_image(prepared.layout, states, digest), seconds + tower_seconds
+        before, text, grid, frame_interval, after = self._family.expand_video(
+            prepared.layout, prepared.seconds, prepared.fps, self._image_token, self.placeholders["video"]
+        )
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        parts = self._parts(token_ids, states, digest, grid, frame_interval, job)
+        return EncodedImage(token_ids, parts, (before, after)), seconds + tower_seconds
+
+    def _place(self, image: ImageEmbeds) -> EncodedImage:
+        """What an image is whose hidden states are given. Raises RequestError if they are those of no image."""
+        names, number = self._family.size_names, len(image.rows)
+        if names is None:
+            raise RequestError.of("multi_modal_data", f"holds {ROWS}, which this model does not take; give images")
+        if set(image.sizes) != set(names):
+            found, expected = (", ".join(sorted(own)) or "nothing" for own in (image.sizes, names))
+            raise RequestError.because("multi_modal_data", f"{cut(found)} is beside {ROWS}; it must be {expected}")
+        try:
+            layout = self._family.layout_of_states(number, image.sizes)
+            counts = self._family.grid(layout) or layout
+            # No more text is made of these than there are states.
+            is_right = min(counts, default=0) >= 0 and math.prod(max(count, 1) for count in counts) <= number
+        except (ArithmeticError, LookupError, ValueError):
+            is_right = False
+        if not is_right:
+            sizes = cut(", ".join(f"{name}={value.tolist()}" for name, value in image.sizes.items()))
+            raise unusable(f"{sizes or 'its size'} is none of an image with {number} hidden states")
+        digest = hashlib.sha256(self._namespace + msgspec.json.encode((ROWS, layout)))
+        digest.update(image.rows.data)
+        return self._place_image(layout, image.rows, digest.digest())
+
+    def _place_image(self, layout: Sequence[int], states: npt.NDArray[np.float32], digest: bytes) -> EncodedImage:
+        found, grid, around = self._family.expand(layout, self._image_token), self._family.grid(layout), ("", "")
+        if isinstance(found, str):
+            around = found[: len(found) - len(found.lstrip())], found[len(found.rstrip()) :]
+            found = self._tokenizer.encode(found.strip(), add_special_tokens=False)
+        return EncodedImage(list(found), self._parts(found, states, digest, grid, 1.0), around)
 
     def _parts(
         self, token_ids: list[int], states: npt.NDArray[np.float32], digest: bytes, grid: tuple[int, ...],
-        frame_interval: float,
-    ) -> Iterator[PromptPart]:  # fmt: skip
+        frame_interval: float, job: processing.Job | None = None,
+    ) -> list[PromptPart]:  # fmt: skip
         """One for each run of image tokens."""
+        if len(states) != (places := sum(map(token_ids.count, self._state_ids))):
+            raise unusable(f"it has {len(states)} hidden states for {places} tokens", job)
+        if not np.isfinite(states).all():
+            raise unusable("its hidden states are not finite", job)
+        parts: list[PromptPart] = []
         start = first = 0
         for is_image, run in groupby(token_ids, self._state_ids.__contains__):
             length = len(list(run))
             if is_image:
                 own = hashlib.sha256(digest + first.to_bytes(8, "little")).digest()
                 tensor = states[first : first + length].tobytes()
-                yield PromptPart(start, length, own, tensor, grid, self._family.is_bidirectional, frame_interval)
+                is_bidirectional = self._family.is_bidirectional
+                parts.append(PromptPart(start, length, own, tensor, grid, is_bidirectional, frame_interval))
                 first += length
             start += length
+        return parts
 
     def _ask_tower(self, job: tower_process.Job) -> tuple[tower_process.Encoded, float]:
         answer, seconds = self._ask(self._tower, job, "encodes")

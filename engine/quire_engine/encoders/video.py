@@ -55,8 +55,8 @@ class Video:
         return sum(map(len, self.frames))
 
     @property
-    def url(self) -> str:
-        """Its files as a `data:` URL."""
+    def text(self) -> str:
+        """Its files as a `data:` URL, as the input `image` takes them."""
         fps = "" if self.fps is None else f";fps={self.fps!r}"
         return f"{_URL}{fps};base64,{','.join(base64.b64encode(frame).decode() for frame in self.frames)}"
 

@@ -6,16 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from quire_engine.encoders.embeds import ROWS, ImageEmbeds, read_embeds
 from quire_engine.encoders.video import Video, read_url, read_videos
 from quire_engine.errors import RequestError, quote
+from quire_engine.frontend.tensor_files import read_tensor
 
 PLACE, VIDEO_PLACE = {"type": "image"}, {"type": "video"}
 """What is left of an image in a message, and of a video."""
-_KINDS = ("image", "image_pil", "image_url", "input_image")
-"""Types of parts: transformers' and vLLM's, vLLM's for Pillow's images, OpenAI's of chats, and of responses."""
+_KINDS = ("image", ROWS, "image_pil", "image_url", "input_image")
+"""Types of parts: transformers' and vLLM's, vLLM's for hidden states and for Pillow's images, OpenAI's of chats, and of
+responses."""
 _VIDEO_KINDS = ("video", "video_url")
 """The same of videos; vLLM's of chats."""
-_ABSENT = ("audio", "audio_url", "image_embeds", "input_audio")
+_ABSENT = ("audio", "audio_url", "input_audio")
 _DETAILS = (None, "auto", "low", "high", "original")
 """OpenAI's; the model's own settings decide how large an image becomes."""
 _LOOP = re.compile(r"\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['\"]content['\"]\])|content\b)(?!\s*[.\[(])")
@@ -32,7 +37,8 @@ def split_images(
         images: those of places that hold none themselves.
 
     Returns:
-        Images of `data:` URLs are bytes, those of other URLs texts; videos are `Video`s.
+        Images of `data:` URLs are bytes, those of other URLs texts, those whose hidden states are given `ImageEmbeds`;
+        videos are `Video`s.
 
     Raises:
         RequestError: a part holds no image, or there are not as many `images` as places for them.
@@ -63,8 +69,8 @@ def split_images(
 
 
 def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> Any:
-    """The image of a part: bytes of a `data:` URL, another URL as it is, or what is no text; or its video; None: it
-    holds none.
+    """The image of a part: bytes of a `data:` URL, another URL as it is, `ImageEmbeds`, or what is no text; or its
+    video; None: it holds none.
 
     Args:
         part: of a content.
@@ -75,6 +81,8 @@ def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> A
         RequestError: it holds no image.
     """
     kind = part["type"]
+    if kind == ROWS and part.get(ROWS) is not None:
+        return _read_embeds(part[ROWS], place, name)
     value: Any = part.get("image_url" if kind == "input_image" else kind)
     detail = value.get("detail") if isinstance(value, Mapping) else part.get("detail")
     value = value.get("url") if isinstance(value, Mapping) else value
@@ -115,12 +123,30 @@ def _read_video(value: Any, place: str, name: str) -> Video:
     return videos[0]
 
 
-def decode_media(text: bytes) -> bytes | Video:
-    """An image in base64, or the image or video of a `data:` URL.
+def _read_embeds(value: Any, place: str, name: str) -> ImageEmbeds:
+    try:
+        return read_embeds(_tensors(value))
+    except ValueError as error:
+        reason = str(error).removeprefix("multi_modal_data: ")
+        raise RequestError(name, f"{place}: {ROWS} cannot be used: {reason}") from None
+
+
+def _tensors(value: Any) -> Any:
+    """A tensor, or tensors by their names, where texts are files in base64. Raises ValueError: one is none."""
+    if isinstance(value, Mapping):
+        return {name: read_tensor(one) if isinstance(one, str) else one for name, one in value.items()}
+    return read_tensor(value) if isinstance(value, str) else value
+
+
+def decode_media(text: bytes) -> bytes | Video | ImageEmbeds:
+    """An image in base64, the image or video of a `data:` URL, or in JSON the hidden states of an image: of each tensor
+    the name and a file in base64.
 
     Raises:
         ValueError: it is none.
     """
+    if text.startswith(b"{"):
+        return read_embeds(_tensors(msgspec.json.decode(text, type=dict[str, str])))
     if not text.startswith(b"data:"):
         return decode_base64(text)
     url = text.decode(errors="replace")

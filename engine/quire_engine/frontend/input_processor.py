@@ -10,9 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from quire_engine.encoders.embeds import ImageEmbeds, float_rows, read_embeds
 from quire_engine.encoders.image_encoder import ImageEncoder
 from quire_engine.encoders.video import named, read_videos
 from quire_engine.errors import RequestError
@@ -29,9 +28,10 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, resolve
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}`, `{"prompt": text, "pair": text}`, `{"prompt_token_ids": ids}` or
 `{"prompt_embeds": tensor}`. Beside a text or token ids, `"multi_modal_data": {"image": image or list}` has an image for
-each placeholder in it: the bytes of a file, an image of Pillow, or an array [height, width, 3] of uint8. `"video"` is
-the same of videos: a list of such frames, an array [frames, height, width, 3], or the bytes of an animation; or a tuple
-of one of these and `{"fps": frames per second}`.
+each placeholder in it: the bytes of a file, an image of Pillow, an array [height, width, 3] of uint8, or its hidden
+states: a tensor of floats [tokens, hidden_size], or `{"image_embeds": tensor}` with what says how large the image is.
+`"video"` is the same of videos: a list of such frames, an array [frames, height, width, 3], or the bytes of an
+animation; or a tuple of one of these and `{"fps": frames per second}`.
 
 A pair is two texts that are scored or classified together, as the tokenizer encodes pairs.
 
@@ -300,7 +300,7 @@ class InputProcessor:
             raise RequestError.of(
                 name, f"has {len(tensor)} rows; with max_model_len={max_model_len} it must have fewer than that"
             )
-        rows = _float32(name, tensor)
+        rows = float_rows(name, tensor)
         block_size = self._ready.block_size
         parts = []
         for start in range(0, len(rows), block_size):
@@ -317,6 +317,13 @@ class InputProcessor:
             raise RequestError.of("multi_modal_data", f"holds {named(images)}; {self._why_no_images}")
         if max_prompt_tokens is not None:
             raise RequestError.of("truncate_prompt_tokens", f"is given with {named(images)}, which cannot be cut")
+        width = self._ready.hidden_size * (1 + self._ready.num_deepstack_layers)
+        for image in images:
+            if isinstance(image, ImageEmbeds) and image.rows.shape[1] != width:
+                raise RequestError.because(
+                    "multi_modal_data",
+                    f"image_embeds has rows of {image.rows.shape[1]} numbers; those of this model have {width}",
+                )
         return self.images.insert(token_ids, images)
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
@@ -407,25 +414,16 @@ def _images(prompt: Prompt) -> list[Any]:
         found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
         raise RequestError.of("multi_modal_data", f"holds {found}; it must hold image and video alone")
     images = given.get("image", [])
+    if getattr(images, "ndim", 0) == 3 and hasattr(images, "detach"):  # vLLM's form of several images' hidden states
+        images = list(images)
     videos = read_videos(given["video"]) if "video" in given else []
-    return [*(images if isinstance(images, list | tuple) else [images]), *videos]
+    return [*map(_image, images if isinstance(images, list | tuple) else [images]), *videos]
 
 
-def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
-    """Rows of finite floats on the host, from a torch tensor or numpy array."""
-    if hasattr(tensor, "detach"):
-        is_float = tensor.is_floating_point()
-        tensor = tensor.detach().float().cpu().numpy() if is_float else tensor
-    else:
-        tensor = np.asarray(tensor)
-        is_float = tensor.dtype.kind == "f"
-    if not is_float:
-        raise RequestError.of(name, f"has dtype {tensor.dtype}; it must be one of floating point")
-    with np.errstate(over="ignore"):
-        rows: npt.NDArray[np.float32] = np.ascontiguousarray(tensor, dtype="<f4")
-    if not np.isfinite(rows).all():
-        raise RequestError.of(name, "holds values that are not finite float32 numbers")
-    return rows
+def _image(given: Any) -> Any:
+    """The image, whose hidden states may be given in its place. Raises RequestError if these are none."""
+    is_rows = getattr(given, "ndim", 0) == 2 and "float" in str(getattr(given, "dtype", ""))
+    return read_embeds(given) if is_rows or isinstance(given, Mapping) else given
 
 
 def _token_ids(values: Any) -> list[int]:

@@ -51,7 +51,7 @@ def test_videos_are_taken_out_in_their_order() -> None:
         Video([b"b"]),
     ]  # fmt: skip
     for video in (named, Video([b"a", b"b"]), Video([b"a", b"b"], 29.97)):
-        assert decode_media(video.url.encode()) == video, "as the gateway sends it to the server"
+        assert decode_media(video.text.encode()) == video, "as the gateway sends it to the server"
     assert decode_media(URL.encode()) == decode_media(URL.partition(",")[2].encode()) == b"one"
 
 

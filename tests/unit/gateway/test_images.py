@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
+from quire_engine.encoders.embeds import ImageEmbeds
 from quire_engine.encoders.video import Video
 from quire_engine.frontend.image_parts import decode_media
 from quire_gateway import media
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.media import Media, is_public
+from safetensors.numpy import save
 from support.gateway import ask, gateway, response
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -34,10 +37,10 @@ def block(data: Any, kind: str = "base64") -> dict[str, Any]:
     return {"type": "image", "source": {"type": kind, "media_type": "image/png", name: data}}
 
 
-def inputs(request: Any) -> tuple[Any, list[bytes | Video]]:
+def inputs(request: Any) -> tuple[Any, list[Any]]:
     """The conversation and the images and videos of a request."""
     contents = dict(zip([item.name for item in request.inputs], request.raw_input_contents, strict=True))
-    images: list[bytes | Video] = []
+    images: list[Any] = []
     position = 0
     while position < len(contents.get("image", b"")):
         (size,) = struct.unpack_from("<I", contents["image"], position)
@@ -77,6 +80,27 @@ def test_videos_travel_beside_the_messages() -> None:
     places = [{"type": "video"}, {"type": "text", "text": "a"}, {"type": "image"}, {"type": "video"}]
     expected = [Video(FILES, 4.0), FILES[0], Video(FILES[1:])]
     assert inputs(request) == ({"messages": [{"role": "user", "content": places}]}, expected)
+
+
+def test_hidden_states_travel_beside_the_messages() -> None:
+    rows, grid = np.arange(12, dtype=np.float32).reshape(6, 2), np.array([[1, 4, 6]])
+    code, sizes = (base64.b64encode(save({"x": tensor})).decode() for tensor in (rows, grid))
+    given: list[Any] = [code, {"image_embeds": code, "image_grid_thw": sizes}]
+    parts = [{"type": "image_embeds", "image_embeds": value} for value in given]
+    answer, (request,) = ask(CHAT, body(CHAT, [parts[0], {"type": "text", "text": "a"}, parts[1]]))
+    assert answer.status == 200
+    conversation, images = inputs(request)
+    content = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
+    assert conversation == {"messages": [{"role": "user", "content": content}]}
+    assert all(isinstance(image, ImageEmbeds) and (image.rows == rows).all() for image in images)
+    assert [{name: one.tolist() for name, one in image.sizes.items()} for image in images] == [
+        {}, {"image_grid_thw": [[1, 4, 6]]},
+    ]  # fmt: skip
+    for value in ("x", {"image_embeds": sizes}, {"image_grid_thw": sizes}, [[0.5]], None):
+        answer, requests = ask(CHAT, body(CHAT, [{"type": "image_embeds", "image_embeds": value}]))
+        error = answer.json["error"]
+        assert (answer.status, error["param"], requests) == (400, "messages", [])
+        assert error["message"].startswith("messages[0].content[0]: image_embeds ")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quire_engine.frontend.tensor_files import _torch_tensor, _UnknownFormatError, read_tensor
 from quire_gateway.errors import InvalidRequestError
-from quire_gateway.prompt_embeds import _torch_tensor, _UnknownFormatError, read_prompt_embeds
+from quire_gateway.prompt_embeds import read_prompt_embeds
 from safetensors.torch import save as save_safetensors
 from support.gateway import ask
 
@@ -71,6 +72,12 @@ def test_a_part_of_a_storage_is_read() -> None:
     assert (read(saved(large)) == large.numpy()).all()
 
 
+@pytest.mark.parametrize("write", [saved, lambda tensor: save_safetensors({"x": tensor})])
+def test_integers_are_read_where_they_are_taken(write: Callable[[torch.Tensor], bytes]) -> None:
+    found = read_tensor(base64.b64encode(write(torch.tensor([[1, 4, -6]]))).decode())
+    assert (found.dtype, found.tolist()) == (np.int64, [[1, 4, -6]])
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("run",)
@@ -91,7 +98,8 @@ class Evil:
         (saved(7), "something else"),
         (saved(ROWS.t()), "not contiguous"),
         (saved(ROWS[:1].expand(10**9, 8)), "not contiguous"),
-        (saved(ROWS.long()), "'torch LongStorage'; it must be of floats"),
+        (saved(ROWS.int()), "'torch IntStorage'; it must be of floats"),
+        (saved(ROWS.long()), "the tensor is of int64; it must be of floats"),
         (saved(torch.zeros(8)), r"has shape \[8\]"),
         (saved(torch.zeros(0, 8)), r"has shape \[0, 8\]"),
         (saved(torch.zeros(2, 2, 2)), r"has shape \[2, 2, 2\]"),

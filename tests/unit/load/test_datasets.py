@@ -92,6 +92,18 @@ def test_images_are_random_and_of_the_sizes_that_are_asked_for() -> None:
     assert Image.open(io.BytesIO(files[0])).format == "JPEG"
 
 
+def test_videos_have_the_frames_that_are_asked_for() -> None:
+    config = "{(8, 24, 1): 0.5, (16, 8, 3): 0.5}"
+    options: dict[str, Any] = {"dataset_name": "random-mm", "random_input_len": 9, "random_mm_bucket_config": config}
+    media = [one.images[0] for one in make(40, prompts=PromptMaker(as_text=True), **options)]
+    videos = [one for one in media if not isinstance(one, bytes)]
+    assert 5 < len(videos) < 35
+    frames = [frame for video in videos for frame in video]
+    assert len(frames) == len(set(frames)) == 3 * len(videos)
+    assert {Image.open(io.BytesIO(frame)).size for frame in frames} == {(8, 16)}
+    assert {Image.open(io.BytesIO(one)).size for one in media if isinstance(one, bytes)} == {(24, 8)}
+
+
 def test_images_need_a_chat() -> None:
     with pytest.raises(
         ValueError, match=r"dataset_name is 'random-mm'.* use quire bench serve with backend openai-chat"
@@ -177,14 +189,15 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         *(
             (
                 {"random_mm_bucket_config": text},
-                r"random_mm_bucket_config is .*; it must be \{\(height, width, 1\): share",
+                r"random_mm_bucket_config is .*; it must be \{\(height, width, frames\): share",
             )
             for text in (
                 "",
                 "[]",
                 "{}",
                 "{(8, 8, 1): 0}",
-                "{(8, 8, 2): 1}",
+                "{(8, 8, 0): 1}",
+                "{(8, 8, 769): 1}",
                 "{(0, 8, 1): 1}",
                 "{(8.5, 8, 1): 1}",
                 "{(8, 65501, 1): 1}",

@@ -147,13 +147,16 @@ def test_a_chat_is_one_message() -> None:
 
 def test_images_follow_the_text_of_a_chat() -> None:
     async def main(url: str) -> list[Chunk]:
-        return await chunks(OpenAIChatEndpoint(url, MODEL, {}), replace(TEXT, images=[b"one", b"two"]))
+        return await chunks(
+            OpenAIChatEndpoint(url, MODEL, {}), replace(TEXT, images=[b"one", b"two", [b"one", b"two"]])
+        )
 
     with web({"choices": [{"delta": {"content": "a"}}]}, "[DONE]") as there:
         asyncio.run(main(there.url))
     ((_, body),) = there.asked
     (message,) = body["messages"]
-    text, *images = message["content"]
+    text, *images, video = message["content"]
+    assert video == {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,b25l,dHdv"}}
     assert text == {"type": "text", "text": "hello"}
     assert [image["image_url"]["url"] for image in images] == [
         "data:image/jpeg;base64,b25l", "data:image/jpeg;base64,dHdv",

@@ -60,6 +60,13 @@ class ImageFamily(Protocol):
     def expand(self, layout: Sequence[int], image_token: str) -> str | list[int]:
         """The tokens that a placeholder becomes, or their text; `image_token` is that of `image_token_id`."""
 
+    size_names: Sequence[str] | None = ()
+    """The arrays of the image processor that `layout_of_states` reads; None: hidden states of images are not taken."""
+
+    def layout_of_states(self, number: int, sizes: Arrays) -> list[int]:
+        """The layout of an image whose hidden states are given, `number` of them."""
+        return self.layout(sizes)
+
     def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
         """Frames, rows and columns of the hidden states, for rotary positions of three dimensions; else empty."""
         return ()

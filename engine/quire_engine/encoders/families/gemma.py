@@ -8,11 +8,12 @@ with a window.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire_engine.encoders.families.base import ImageFamily
+from quire_engine.encoders.families.base import Arrays, ExpandedVideo, ImageFamily
 from quire_engine.encoders.families.llava import read_vision, rename
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import nn
 
 
@@ -65,13 +66,17 @@ class Gemma4(ImageFamily):
 
     def __init__(self, fields: Fields) -> None:
         self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 258_880)
+        self.video_token_id = fields.integer("video_token_id", 0, MAX_POSITIONS, 258_884)
         self._fields, text = fields, fields.text()
         self.is_bidirectional = text.values.get("use_bidirectional_attention") == "vision"
         self._window = text.integer("sliding_window", 1, MAX_POSITIONS, 512)
 
     def layout(self, arrays: Mapping[str, Any]) -> list[int]:
         """The number of states."""
-        number = int(arrays["num_soft_tokens_per_image"][0])
+        return self.layout_of_states(int(arrays["num_soft_tokens_per_image"][0]), arrays)
+
+    def layout_of_states(self, number: int, sizes: Mapping[str, Any]) -> list[int]:
+        """The same."""
         if self.is_bidirectional and number > self._window:
             raise ValueError(f"it has {number} tokens; sliding_window allows {self._window}")
         return [number]
@@ -79,6 +84,29 @@ class Gemma4(ImageFamily):
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """The states between the tokens of their beginning and end."""
         return f"<|image>{image_token * layout[0]}<image|>"
+
+    def read_video_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """With the number of states of a frame."""
+        return {"max_soft_tokens": 70, **settings}
+
+    def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
+        """The beginnings of `num_frames` equal stretches, or of as many as there are frames."""
+        count = min(settings.get("num_frames") or 32, number)
+        return [position * number // count for position in range(count)]
+
+    def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
+        """Each frame as an image."""
+        found = processor(images=list(frames), return_tensors="np")
+        arrays = {name: found[name] for name in ("pixel_values", "image_position_ids")}
+        return arrays, [len(frames), *self.layout(found)]
+
+    def expand_video(
+        self, layout: Sequence[int], seconds: Sequence[float], fps: float, image_token: str, video_token: str
+    ) -> ExpandedVideo:
+        """The states of each frame as those of an image, after its time."""
+        states = f"<|image>{video_token * layout[1]}<image|>"
+        first, *others = (f"{int(one) // 60:02}:{int(one) % 60:02} " for one in seconds)
+        return ExpandedVideo(first, " ".join((states, *(one + states for one in others))))
 
     def tower(self) -> "nn.Module":
         """The vision tower, a pool and a projection."""

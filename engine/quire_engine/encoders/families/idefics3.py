@@ -25,6 +25,7 @@ class Idefics3(ImageFamily):
 
     processor = "idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil"
     arguments: Mapping[str, Any] = {"return_row_col_info": True}
+    size_names = ("rows", "cols")
 
     def __init__(self, fields: Fields) -> None:
         self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 128257)
@@ -38,6 +39,13 @@ class Idefics3(ImageFamily):
     def layout(self, arrays: Mapping[str, Any]) -> list[int]:
         """Rows and columns of tiles; 0 for an image that is not cut."""
         return [int(arrays["rows"].item()), int(arrays["cols"].item())]
+
+    def layout_of_states(self, number: int, sizes: Arrays) -> list[int]:
+        """The same, if there are so many states."""
+        rows, columns = self.layout(sizes)
+        if (rows * columns + 1) * self._num_states != number:
+            raise ValueError(f"{rows} by {columns} tiles have not {number} states")
+        return [rows, columns]
 
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """A line for each row of tiles, then the whole image."""

@@ -51,6 +51,10 @@ class InternVL(ImageFamily):
         """The number of tiles, with the whole image."""
         return [int(arrays["num_patches"][0])]
 
+    def layout_of_states(self, number: int, sizes: Mapping[str, Any]) -> list[int]:
+        """The same."""
+        return [number // self._num_states]
+
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """All states between the tokens of their beginning and end."""
         return f"<img>{image_token * self._num_states * layout[0]}</img>"

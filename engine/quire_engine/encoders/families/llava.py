@@ -81,6 +81,7 @@ class Llava(ImageFamily):
         kind = str(self.vision.values["model_type"])
         self.processor = PROCESSORS[kind]
         self.is_pixtral = kind == "pixtral"
+        self.size_names = ("image_sizes",) if self.is_pixtral else ()
         self.layers = read_layers(fields, self.vision, self.default_layer)
         strategy = fields.choice("vision_feature_select_strategy", ("default", "full"), "default")
         self.drops_class = strategy == "default" and not self.is_pixtral
@@ -172,6 +173,10 @@ class LlavaNext(Llava):
         _, rows, columns = unpadded(sizes, self.points, self.tile_size, self.side)
         found = rows.stop - rows.start, columns.stop - columns.start
         return list(found if self.max_tiles is None else shrunken(*found, self.max_tiles, self.side))
+
+    def layout_of_states(self, number: int, sizes: Mapping[str, Any]) -> list[int]:
+        """One that has so many."""
+        return [1, number - self.num_states - 1]
 
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """States of the whole image, then of its tiles, with one after each row."""

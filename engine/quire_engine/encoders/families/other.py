@@ -32,6 +32,8 @@ class Other(ImageFamily):
         NoImagesError: transformers has no processor for it that can be used.
     """
 
+    size_names = None
+
     def __init__(
         self, fields: Fields, architecture: str, settings: Mapping[str, Any], others: Mapping[str, Any]
     ) -> None:

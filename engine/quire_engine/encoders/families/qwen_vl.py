@@ -26,16 +26,15 @@ class Qwen2VL(ImageFamily):
     """See `ImageFamily`."""
 
     processor = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
+    size_names = ("image_grid_thw",)
     default_image_token_id = 151655
-    default_video_token_id: int | None = 151656
+    default_video_token_id = 151656
     video_settings: Mapping[str, Any] = {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}}
 
     def __init__(self, fields: Fields) -> None:
         token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, self.default_image_token_id)
         self.placeholder_id = self.image_token_id = token_id
-        if self.default_video_token_id is not None:
-            video_token_id = fields.integer("video_token_id", 0, MAX_POSITIONS, self.default_video_token_id)
-            self.video_token_id = video_token_id
+        self.video_token_id = fields.integer("video_token_id", 0, MAX_POSITIONS, self.default_video_token_id)
         self._folder = fields.path.parent
         self._vision, self._text_size = fields.inner("vision_config"), fields.text().integer("hidden_size", 1, MAX_SIZE)
         self._merge_size = self._vision.integer("spatial_merge_size", 1, MAX_SIZE, 2)
@@ -196,12 +195,44 @@ class Qwen35(Qwen3VL):
     default_video_token_id = 248057
 
 
-class Glm4v(Qwen2VL):
-    """GLM-4.1V, 4.5V and 4.6V (https://arxiv.org/abs/2507.01006, section 2.1), whose tower is transformers' own."""
+class Glm4v(Qwen3VL):
+    """GLM-4.1V (https://arxiv.org/abs/2507.01006, section 2.1), whose tower is transformers' own. Of a video, each
+    frame is an image to the text model, before its time."""
 
     processor = "glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil"
     default_image_token_id = 151343
-    default_video_token_id = None
+    default_video_token_id = 151344
+    video_settings: Mapping[str, Any] = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}}
+
+    def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
+        """Frames at equal times; of long videos, as many as of `max_duration` seconds."""
+        rate, most = sampled_fps(settings), settings.get("max_duration") or 300
+        seconds = number / fps
+        if seconds <= most:
+            times = [position / rate for position in range(max(int(seconds * rate), 1))]
+        elif int(most * rate) >= number:
+            return range(number)
+        else:
+            times = np.linspace(0, seconds, int(most * rate)).tolist()
+        return sorted({min(number - 1, math.ceil(time * fps)) for time in times})
+
+    def prepare_video(self, processor: Any, frames: "Sequence[Image]") -> tuple[Arrays, list[int]]:
+        """The same, each frame of the grid as an image."""
+        arrays, (number, rows, columns) = super().prepare_video(processor, frames)
+        return {**arrays, "image_grid_thw": np.array([[1, rows, columns]] * number)}, [number, rows, columns]
+
+    def expand_video(
+        self, layout: Sequence[int], seconds: Sequence[float], fps: float, image_token: str, video_token: str
+    ) -> ExpandedVideo:
+        """The hidden states of each frame as those of an image, and then the time of the first that a patch spans."""
+        frames, rows, columns = self.grid(layout)
+        states = f"<|begin_of_image|>{image_token * (rows * columns)}<|end_of_image|>"
+        *times, last = map(self._time, seconds[::2][:frames])
+        text = "".join((*(states + one for one in times), states))
+        return ExpandedVideo("", text, (1, rows, columns), after=last)
+
+    def _time(self, seconds: float) -> str:
+        return str(int(seconds))
 
     def tower(self) -> "nn.Module":
         """The vision part of transformers' model."""
@@ -214,6 +245,33 @@ class Glm4v(Qwen2VL):
 
 
 class Glm4vMoe(Glm4v):
-    """The same with another token for images."""
+    """GLM-4.5V: the same with other tokens."""
 
     default_image_token_id = 151363
+    default_video_token_id = 151364
+
+
+class Glm46V(Glm4v):
+    """GLM-4.6V: the same with exact times, and other frames."""
+
+    def choose_frames(self, settings: Mapping[str, Any], number: int, fps: float) -> Sequence[int]:
+        """Three pairs of frames a second of short videos, one or half a pair of longer ones."""
+        joined, seconds = settings.get("temporal_patch_size") or 2, number / fps
+        shown = min(seconds, 2400)
+        rate = joined * (3 if shown <= 30 else 1 if shown <= 300 else 0.5)
+        most = min(int(shown * rate), 640)
+        found: list[int] = []
+        next_time = 0.0
+        for position in range(number if number >= most else 0):
+            if position / fps >= next_time:
+                found.append(position)
+                next_time += 1 / rate
+                if next_time >= int(seconds):
+                    break
+        if len(found) != most:
+            first, last = (found[0], found[-1]) if 0 < len(found) < most else (0, number - 1)
+            found = np.linspace(first, last, max(most, 1)).astype(int).tolist()
+        return sorted({*found})
+
+    def _time(self, seconds: float) -> str:
+        return f"{seconds:.1f} seconds"

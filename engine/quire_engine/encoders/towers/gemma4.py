@@ -192,8 +192,12 @@ class Gemma4Tower(nn.Module):
     def forward(
         self, pixel_values: torch.Tensor, image_position_ids: torch.Tensor, **others: torch.Tensor
     ) -> torch.Tensor:
-        """[1, patches, pixels of a patch] and their columns and rows, -1 for padding, [1, patches, 2] → [n, E]"""
-        is_patch = image_position_ids[0, :, 0] >= 0
-        hidden = self.vision_tower(pixel_values[0, is_patch], image_position_ids[0, is_patch])
-        projected: torch.Tensor = self.embed_vision(hidden)
+        """[frames, patches, pixels of a patch], and [frames, patches, 2], their columns and rows, -1 for padding →
+        [n, E]"""
+        is_patch = image_position_ids[..., 0] >= 0
+        frames = [
+            self.vision_tower(pixels[own], positions[own])
+            for pixels, positions, own in zip(pixel_values, image_position_ids, is_patch, strict=True)
+        ]
+        projected: torch.Tensor = self.embed_vision(torch.cat(frames))
         return projected

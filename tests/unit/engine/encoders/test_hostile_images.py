@@ -1,5 +1,6 @@
 """Images from strangers: each gives a right result or an error that says why, and the next image is encoded."""
 
+import asyncio
 import os
 import struct
 import zlib
@@ -17,6 +18,7 @@ from quire_engine.encoders.image_encoder import ImageEncoder
 from quire_engine.encoders.processing import decode
 from quire_engine.errors import RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
+from support.engines import Stream, engine, params, run
 from support.pictures import image_of
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
@@ -200,6 +202,43 @@ def used(encoder: ImageEncoder, request: pytest.FixtureRequest) -> Iterator[Imag
 def peak_bytes(pid: int) -> int:
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
+
+
+def test_streams_beside_all_of_them_go_on_and_no_process_grows(picture_checkpoint: Callable[[str], Path]) -> None:
+    """All are sent at once."""
+    contents = {name: make() for name, (make, _) in HOSTILE.items()}
+
+    async def main() -> None:
+        images = llm.input_processor.images
+        assert images is not None
+        good = {"prompt": "a <image>", "multi_modal_data": {"image": image_of(28, 28)}}
+        expected = [
+            (await Stream(llm, prompt, params(max_tokens=20)).task).outputs for prompt in ([2, 3], [4, 5], good)
+        ]
+
+        async def send(name: str) -> None:
+            prompt: Any = {"prompt": "a <image>", "multi_modal_data": {"image": contents[name]}}
+            with pytest.raises(RequestError, match=HOSTILE[name][1]):
+                await Stream(llm, prompt, params()).task
+
+        assert images._tower._process is not None
+        pids = [llm.engine_pid, images._tower._process.pid, os.getpid()]
+        before = list(map(peak_bytes, pids))
+        sent, num_rounds = asyncio.gather(*map(send, HOSTILE)), 0
+        while not sent.done() or not num_rounds:
+            streams = [Stream(llm, prompt, params(max_tokens=20)) for prompt in ([2, 3], [4, 5])]
+            assert [(await stream.task).outputs for stream in streams] == expected[:2]
+            num_rounds += 1
+        await sent
+        assert (await Stream(llm, good, params(max_tokens=20)).task).outputs == expected[2]
+        grown = [after - own for after, own in zip(map(peak_bytes, pids), before, strict=True)]
+        assert max(grown[:2]) < 64 << 20, "the engine core and the tower have seen none of them"
+        assert grown[2] < 512 << 20, "eight prompts at a time are in work, each with a file"
+        assert images._processing._process is not None
+        assert peak_bytes(images._processing._process.pid) < processing.MEMORY_BYTES
+
+    with engine(picture_checkpoint("smolvlm"), max_model_len=512, kv_cache_memory_bytes=2**22) as (llm, _):
+        run(llm, main)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -19,8 +19,9 @@ from quire_engine.kv_cache.hashing import part_keys
 from quire_engine.messages import PromptPart
 from quire_engine.pooling import PoolingParams
 from quire_engine.replicas.router import block_keys
-from support.engines import Stream, assert_same, engine, run, until
+from support.engines import Recorder, Stream, assert_same, engine, run, until
 from support.engines import params as stream_params
+from support.every_kind import core_of
 from support.pictures import image_of
 from support.ranks import llm_of_thread_ranks
 
@@ -224,6 +225,66 @@ def test_blocks_of_different_images_have_different_hashes() -> None:
         hashes = [block_keys(tokens, 4, None, one) for one in parts]
         assert hashes[0][: start // 4] == hashes[1][: start // 4]
         assert not set(hashes[0][start // 4 :]) & set(hashes[1][start // 4 :])
+
+
+def stored_in(folder: Path) -> dict[str, Any]:
+    """The setting for blocks that are kept in a folder."""
+    return {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+
+
+def test_a_new_engine_loads_blocks_of_images_that_another_has_saved(llm_of: Callable[..., Any], tmp_path: Path) -> None:
+    with llm_of() as llm:
+        expected = [output.outputs for output in generate(llm)]
+        other = generate(llm, [with_image("<image>", THIRD)], GREEDY)[0]
+    loaded = []
+    for _ in range(2):
+        with llm_of(kv_transfer_config=stored_in(tmp_path), max_num_batched_tokens=32) as llm:
+            outputs = generate(llm)
+            assert [output.outputs for output in outputs] == expected
+            stats = core_of(llm).make_stats().kv_connector
+            assert stats is not None
+            loaded.append(stats.num_loaded_blocks)
+            if len(loaded) == 2:  # as large as the second image, whose blocks are there
+                assert generate(llm, [with_image("<image>", THIRD)], GREEDY)[0].outputs == other.outputs
+                stats = core_of(llm).make_stats().kv_connector
+                assert stats is not None
+                assert stats.num_loaded_blocks == loaded[1]
+    assert loaded[0] == 0
+    assert loaded[1] >= sum((len(output.prompt_token_ids) - 1) // 4 for output in outputs[:3]), "images among them"
+
+
+class ByEngine(Recorder):
+    """Knows how many blocks each engine has loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_loaded = [0, 0]
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        super().record(scheduler_stats, iteration_stats)
+        if scheduler_stats is not None and scheduler_stats.kv_connector is not None:
+            self.num_loaded[iteration_stats.engine_index] = scheduler_stats.kv_connector.num_loaded_blocks
+
+
+@pytest.mark.slow
+def test_prompts_with_images_are_computed_by_one_engine_and_what_follows_by_another(
+    folder: Path, llm_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    sampling = [stream_params(max_tokens=6, logprobs=1, **own) for own in ({}, {"temperature": 0.9, "seed": 5})]
+    with llm_of() as llm:
+        expected = [generate(llm, PROMPTS[:2], [own, own]) for own in sampling]
+
+    async def main() -> None:
+        streams = [[Stream(llm, prompt, own) for prompt in PROMPTS[:2]] for own in sampling]
+        for group, outputs in zip(streams, expected, strict=True):
+            for stream, output in zip(group, outputs, strict=True):
+                assert_same((await stream.task).outputs, output.outputs)
+        await until(lambda: recorder.num_loaded[1] > 0)
+
+    settings = {**SETTINGS, "limit_mm_per_prompt": {"image": 2}, "disaggregation": {"prefill": 1, "decode": 1},
+                "kv_transfer_config": stored_in(tmp_path)}  # fmt: skip
+    with engine(folder, ByEngine(), step_seconds=0.002, **settings) as (llm, recorder):
+        run(llm, main)
 
 
 @pytest.mark.slow

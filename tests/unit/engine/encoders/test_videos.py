@@ -25,14 +25,18 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import NewRequestData, PromptPart
 from quire_engine.models.step_context import GRID_POSITIONS, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
-from support.pictures import expand, expand_video, generate, image_of, video_arrays
+from support.pictures import PICTURES, expand, expand_video, generate, image_of, video_arrays
 from support.ranks import llm_of_thread_ranks
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 Frames = npt.NDArray[np.uint8]
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
-SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 2**23}
-NAMES = ["internvl", "llava_onevision", "qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-5", "smolvlm"]
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 768, "kv_cache_memory_bytes": 2**23}
+NAMES = [
+    "gemma4", "gemma4-e", "glm46v", "glm4v", "glm4v-moe", "internvl", "llava_onevision", "qwen2-vl", "qwen2-5-vl",
+    "qwen3-vl", "qwen3-5", "smolvlm",
+]  # fmt: skip
 START, PAD, VIDEO_PAD, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
 ONE_IMAGE, ONE_VIDEO = f"{START}{PAD}{END}", f"{START}{VIDEO_PAD}{END}"
 
@@ -63,15 +67,20 @@ def folder(name: str, picture_checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_exact(name: str, folder: Path) -> None:
-    tokenizer, prompts, pad = load_tokenizer(folder), PROMPTS, VIDEO_PAD
+    tokenizer, prompts, picture = load_tokenizer(folder), PROMPTS, PICTURES[name]["image_token"]
+    pad = PICTURES[name].get("video_token", "<video>")
     if not name.startswith("qwen"):
-        pad = "<video>"
-        prompts = [(text.replace(ONE_VIDEO, pad), [], videos) for text, images, videos in PROMPTS if not images]
+        # transformers takes images and videos in one prompt of Gemma 4, but not of these others.
+        prompts = [
+            (text.replace(ONE_VIDEO, pad).replace(ONE_IMAGE, picture), images, [(own, fps / 8) for own, fps in videos])
+            for text, images, videos in PROMPTS
+            if not images or name.startswith("gemma4")
+        ]
     with llm_of_thread_ranks(folder, **SETTINGS) as llm:
         outputs = llm.generate([prompt_of(*prompt) for prompt in prompts], GREEDY, use_tqdm=False)
         assert llm.get_stats().num_failed_steps == 0
     for output, (text, images, videos) in zip(outputs, prompts, strict=True):
-        expanded = text.replace(PAD, expand(name, folder, images[0])) if images else text
+        expanded = text.replace(picture, expand(name, folder, images[0])) if images else text
         head, *rest = expanded.split(pad)
         for (frames, fps), after in zip(videos, rest, strict=True):
             head += expand_video(name, folder, frames, fps) + after
@@ -91,6 +100,35 @@ def results(llm: LLM, turns: int) -> list[Any]:
     if turns > 1:
         assert outputs[0].num_cached_tokens >= 16, "or the prefix cache was not used within a video"
     return [output.outputs for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "kind", "settings"),
+    [
+        ("glm4v", "glm4v", "Glm4vVideoProcessor", {"fps": 2, "max_duration": 300}),
+        ("glm46v", "glm46v", "Glm46VVideoProcessor", {"temporal_patch_size": 2}),
+        ("gemma4", "", "", {"num_frames": 32}),  # transformers' default, which needs no torchvision
+    ],
+)
+def test_frames_of_an_animation_are_those_that_transformers_takes(
+    name: str, module: str, kind: str, settings: dict[str, Any], folder: Path
+) -> None:
+    family = find_family(folder)
+    assert family is not None
+    for number, fps in [
+        (32, 1.0), (40, 30.0), (100, 12.5), (900, 30.0), (1000, 5.0), (3000, 2.0), (3000, 4.0), (9000, 29.97),
+        (500, 0.5), (700, 0.25),
+    ]:  # fmt: skip
+        metadata = VideoMetadata(total_num_frames=number, fps=fps, duration=number / fps)
+        if kind:
+            expected = theirs(module, kind).sample_frames(SimpleNamespace(**settings), metadata)
+        else:
+            expected = default_sample_indices_fn(metadata, **settings)
+        assert list(family.choose_frames(settings, number, fps)) == sorted({*expected.tolist()}), (number, fps)
+    for number, fps in [(1, 1.0), (1, 100.0), (3, 100.0), (5, 1.0)]:  # of which transformers may take none
+        found = list(family.choose_frames(settings, number, fps))
+        assert found
+        assert found == sorted({*found} & {*range(number)})
 
 
 @pytest.mark.parametrize("name", ["qwen2-5-vl", "qwen3-vl"])
@@ -351,7 +389,7 @@ def test_videos_have_placeholders_and_limits_of_their_own(encoder: ImageEncoder)
         encoder.insert([image, video], [IMAGE, Video([MP4])])
 
 
-@pytest.mark.parametrize("name", ["idefics3", "glm4v"])
+@pytest.mark.parametrize("name", ["idefics3", "gemma3"])
 def test_a_model_without_videos_says_so(name: str, folder: Path) -> None:
     family = find_family(folder)
     assert family is not None
@@ -374,7 +412,7 @@ def test_chats_with_videos(name: str, folder: Path) -> None:
     text = {"type": "text", "text": "a"}
     with llm_of_thread_ranks(folder, **SETTINGS) as llm:
         llm._inputs.tokenizer.chat_template = template
-        url = Video(files_of("PNG", LONG), 12.0).url
+        url = Video(files_of("PNG", LONG), 12.0).text
         parts: list[dict[str, Any]] = [
             {"type": "video_url", "video_url": {"url": url}}, {"type": "video", "video": (LONG, {"fps": 12})},
         ]  # fmt: skip
