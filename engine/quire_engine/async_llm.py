@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quire_engine.adapters.files import NICENESS
 from quire_engine.adapters.registry import AdapterRegistry
 from quire_engine.config import EngineConfig
 from quire_engine.encoders.image_encoder import make_image_encoder
@@ -121,7 +122,9 @@ class AsyncLLM:
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo, images)
         # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
-        self._adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=lower_priority)
+        self._adapter_reader = ThreadPoolExecutor(
+            1, thread_name_prefix="adapters", initializer=lower_priority, initargs=(NICENESS,)
+        )
         self._image_threads = ThreadPoolExecutor(MAX_IMAGE_THREADS, thread_name_prefix="images")
         self._output_processor = OutputProcessor(tokenizer)
 

@@ -39,7 +39,7 @@ from quire_kernels.linear import (
     weight_rows,
 )
 from quire_kernels.logits import apply_token_bitmask, soft_cap, token_probabilities
-from quire_kernels.lora import LoraRows, LoraTable, LoraWeight, pack_lora
+from quire_kernels.lora import LoraRows, LoraSlot, LoraTable, LoraWeight, lora_sizes, pack_lora, rescale_lora
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.recurrence import gated_delta_rule, rg_lru, selective_scan, state_space
 from quire_kernels.rope import rope_and_cache
@@ -53,14 +53,14 @@ from quire_kernels.sum_rows import sum_rows
 
 __all__ = [
     "AttentionPlan", "DraftState", "ExpertsLora", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight",
-    "LoraRows", "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording", "SharedBlocks",
-    "StandingPlan", "StateRows", "activate_and_mul", "add_layer_norm", "add_residual", "add_rms_norm",
-    "advance_drafts", "apply_token_bitmask", "argmax", "causal_conv", "combine_experts", "embedding",
-    "expert_results", "gated_delta_rule", "gated_rms_norm", "gaussian_topk", "gelu_tanh_and_mul", "grouped_topk",
-    "head_linear", "layer_norm", "linear", "load_rows", "match_rms", "mix_streams", "pack_experts", "pack_grouped",
+    "LoraRows", "LoraSlot", "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording",
+    "SharedBlocks", "StandingPlan", "StateRows", "activate_and_mul", "add_layer_norm", "add_residual", "add_rms_norm",
+    "advance_drafts", "apply_token_bitmask", "argmax", "causal_conv", "combine_experts", "embedding", "expert_results",
+    "gated_delta_rule", "gated_rms_norm", "gaussian_topk", "gelu_tanh_and_mul", "grouped_topk", "head_linear",
+    "layer_norm", "linear", "load_rows", "lora_sizes", "match_rms", "mix_streams", "pack_experts", "pack_grouped",
     "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention", "probabilities",
-    "quantize_grouped", "record", "rg_lru", "rms_norm", "rope_and_cache", "routed_experts", "row_moments", "sample",
-    "scale_rows", "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space",
-    "store_columns", "store_rows", "sum_results", "sum_rows", "token_probabilities", "topk_softmax", "weight_rows",
-    "xielu",
+    "quantize_grouped", "record", "rescale_lora", "rg_lru", "rms_norm", "rope_and_cache", "routed_experts",
+    "row_moments", "sample", "scale_rows", "selective_scan", "silu_and_mul", "soft_cap", "stack_linear",
+    "standing_plan", "state_space", "store_columns", "store_rows", "sum_results", "sum_rows", "token_probabilities",
+    "topk_softmax", "weight_rows", "xielu",
 ]  # fmt: skip

@@ -75,8 +75,20 @@ class LoraWeight:
         return torch.cat(a), b[: self.out_features, : self.rank]
 
 
+def lora_sizes(rank: int, in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Numbers of A and of B once `pack_lora` has packed them on the CPU."""
+    if not _has_kernel(in_features, dtype, torch.device("cpu")):
+        return rank * in_features, out_features * rank
+    columns, rows = (size + -size % unit for size, unit in ((rank, GROUPS[dtype]), (out_features, LORA_PANEL)))
+    return rank * in_features, rows * columns + _TILE
+
+
 def pack_lora(
-    a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0, scales_N: torch.Tensor | None = None
+    a_RK: torch.Tensor,
+    b_NR: torch.Tensor,
+    scaling: float = 1.0,
+    scales_N: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> LoraWeight:
     """Convert an adapter of one projection to the form that `linear` reads fastest. Raises TypeError or ValueError if A
     and B do not fit each other, or the rank is not between 1 and 256.
@@ -86,6 +98,8 @@ def pack_lora(
         b_NR: likewise.
         scaling: multiplies B.
         scales_N: float32, multiply the results of the layer's weight; on the CPU alone.
+        out: on the CPU, where to pack A and B: zeros in the same dtype, as many as `lora_sizes`. Not used for the
+            kernels of GPUs.
     """
     if a_RK.dim() != 2 or b_NR.dim() != 2 or a_RK.shape[0] != b_NR.shape[1]:
         raise ValueError(f"A is {list(a_RK.shape)} beside B of {list(b_NR.shape)}; they must be [R, K] and [N, R]")
@@ -110,17 +124,37 @@ def pack_lora(
         b_NR = (b_NR.float() * scaling).to(b_NR.dtype)
     if not _has_kernel(in_features, a_RK.dtype, a_RK.device):
         pair = [one.contiguous() for one in (a_RK, b_NR)]
+        if out is not None:
+            pair = [own.view(one.shape).copy_(one) for own, one in zip(out, pair, strict=True)]
         a, b = (one.clone() if one.data_ptr() % 16 else one for one in pair)  # which the kernels of GPUs rely on
         return LoraWeight(rank, in_features, out_features, a, b, is_packed=False, scales=scales)
     group = GROUPS[a_RK.dtype]
-    a = a_RK.new_empty(a_RK.numel())
+    a, b = out or map(a_RK.new_zeros, lora_sizes(rank, in_features, out_features, a_RK.dtype))
     for panel, rows in zip(torch.split(a, LORA_PANEL * in_features), torch.split(a_RK, LORA_PANEL), strict=True):
-        _by_group(panel.view(-1, group * len(rows))).copy_(_by_group(rows).t())
-    b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
-    b, num_groups = b_NR.new_zeros(b_NR.numel() + _TILE), b_NR.shape[1] // group
-    panels = _by_group(b_NR).view(-1, LORA_PANEL, num_groups).transpose(1, 2)
-    _by_group(b[:-_TILE]).view(-1, num_groups, LORA_PANEL).copy_(panels)
+        panel.view(torch.int32).view(-1, len(rows)).copy_(_by_group(rows).t())
+    if rank % group or out_features % LORA_PANEL:
+        b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
+    panels = _by_group(b_NR).view(-1, LORA_PANEL, b_NR.shape[1] // group).transpose(1, 2)
+    b[:-_TILE].view(torch.int32).view(panels.shape).copy_(panels)
     return LoraWeight(rank, in_features, out_features, a, b, is_packed=True, scales=scales)
+
+
+def rescale_lora(weight: LoraWeight, scales_N: torch.Tensor) -> None:
+    """Multiply in place what an adapter adds, and its scales. Raises ValueError if it was packed without scales.
+
+    Args:
+        weight: of `pack_lora`, which may have kept B as it was; no step computes with it meanwhile.
+        scales_N: float32.
+    """
+    if weight.scales is None:
+        raise ValueError("the adapter has no scales; give scales_N to pack_lora")
+    weight.scales[: len(scales_N)] *= scales_N
+    if not weight.is_packed:
+        weight.b.mul_(scales_N[:, None])
+        return
+    panels_N = F.pad(scales_N, (0, len(weight.scales) - len(scales_N))).view(-1, 1, LORA_PANEL, 1)
+    group = GROUPS[weight.b.dtype]
+    weight.b[:-_TILE].view(len(panels_N), -1, LORA_PANEL, group).mul_(panels_N)
 
 
 def _by_group(matrix: torch.Tensor) -> torch.Tensor:
@@ -135,6 +169,23 @@ def _by_group(matrix: torch.Tensor) -> torch.Tensor:
 def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the C++ kernels compute with adapters like these: at least where they compute with the layer's weight."""
     return library() is not None and device.type == "cpu" and dtype in FLOATS and in_features % GROUPS[dtype] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSlot:
+    """An adapter of a layer, as a slot of its table takes it. Made by `LoraTable.prepare`."""
+
+    weights: list[list[LoraWeight | None]]
+    """By expert and projection."""
+    pairs: torch.Tensor
+    """int64 [experts, projections, 3], as of the table."""
+    scales: torch.Tensor
+    """int64 [experts, projections], likewise."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the adapter changes nothing of the layer."""
+        return all(one is None for own in self.weights for one in own)
 
 
 class LoraTable:
@@ -190,17 +241,14 @@ class LoraTable:
                 dtype == torch.float32, self._scales.data_ptr(),
             )  # fmt: skip
 
-    def set_slot(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
-        """Put an adapter into a slot, in place of what it held. The slot keeps its tensors alive. Raises TypeError or
-        ValueError if a weight does not fit the layer.
+    def prepare(self, weights: Sequence[LoraWeight | None]) -> LoraSlot:
+        """Make of an adapter what `set_slot` takes at once; other threads may compute with the table meanwhile. Raises
+        TypeError or ValueError if a weight does not fit the layer.
 
         Args:
-            slot: at least 0 and below `max_loras`.
             weights: of each projection, of one expert after another; None: the adapter does not change it.
         """
         number, sizes = len(self.sizes), self.sizes * self.num_experts
-        if not 0 <= slot < self.max_loras:
-            raise ValueError(f"slot is {slot}; it must be at least 0 and below max_loras, {self.max_loras}")
         if len(weights) != len(sizes):
             raise ValueError(f"weights are {len(weights)}; they must be {len(sizes)}, one for each projection")
         for one, size in zip(weights, sizes, strict=True):
@@ -217,20 +265,45 @@ class LoraTable:
                 )
             if one.rank > self.max_rank:
                 raise ValueError(f"an adapter has rank {one.rank}; it must be at most max_rank, {self.max_rank}")
-        is_empty = all(one is None for one in weights)
-        if is_empty and slot not in self._filled:
-            return
-        (self._filled.discard if is_empty else self._filled.add)(slot)
         pairs = [(0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank) for one in weights]
-        self.pairs.view(self.num_experts, self.max_loras, number, 3)[:, slot] = torch.tensor(pairs).view(-1, number, 3)
         scales = [0 if one is None or one.scales is None else one.scales.data_ptr() for one in weights]
-        self._scales.view(self.num_experts, self.max_loras, number)[:, slot] = torch.tensor(scales).view(-1, number)
-        for expert in range(self.num_experts):
-            self.slots[expert * self.max_loras + slot] = list(weights[expert * number : (expert + 1) * number])
+        return LoraSlot(
+            [list(weights[first : first + number]) for first in range(0, len(weights), number)],
+            torch.tensor(pairs, device="cpu").view(-1, number, 3),
+            torch.tensor(scales, device="cpu").view(-1, number),
+        )
+
+    def set_slot(self, slot: int, adapter: LoraSlot | Sequence[LoraWeight | None]) -> None:
+        """Put an adapter into a slot, in place of what it held. The slot keeps its tensors alive. Raises ValueError if
+        there is no such slot, and the errors of `prepare`.
+
+        Args:
+            slot: at least 0 and below `max_loras`.
+            adapter: of `prepare`, or what that takes.
+        """
+        if not 0 <= slot < self.max_loras:
+            raise ValueError(f"slot is {slot}; it must be at least 0 and below max_loras, {self.max_loras}")
+        if not isinstance(adapter, LoraSlot):
+            adapter = self.prepare(adapter)
+        if adapter.is_empty:
+            self.clear_slot(slot)
+        else:
+            self._filled.add(slot)
+            self._write(slot, adapter.weights, adapter.pairs, adapter.scales)
 
     def clear_slot(self, slot: int) -> None:
         """Empty a slot: rows that name it are then computed as without an adapter."""
-        self.set_slot(slot, [None] * len(self.sizes) * self.num_experts)
+        if slot in self._filled:
+            self._filled.remove(slot)
+            self._write(slot, [[None] * len(self.sizes)] * self.num_experts, 0, 0)
+
+    def _write(
+        self, slot: int, weights: list[list[LoraWeight | None]], pairs: torch.Tensor | int, scales: torch.Tensor | int
+    ) -> None:
+        by_expert, number = (self.num_experts, self.max_loras), len(self.sizes)
+        self.pairs.view(*by_expert, number, 3)[:, slot] = pairs
+        self._scales.view(*by_expert, number)[:, slot] = scales
+        self.slots[slot :: self.max_loras] = weights
 
 
 class LoraRows(NamedTuple):

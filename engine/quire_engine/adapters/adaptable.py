@@ -45,12 +45,10 @@ def why_not_experts(config: EngineCoreConfig) -> str:
 
 
 def why_not_dora(config: EngineCoreConfig, checkpoint: CheckpointConfig) -> str:
-    """Why an engine computes no DoRA; empty if it does: it needs the norms of whole rows of the base."""
-    method, ranks = checkpoint.weight_format.method, config.parallel.tensor_parallel_size
+    """Why an engine computes no DoRA; empty if it does: it needs the norms of the base's rows."""
+    method = checkpoint.weight_format.method
     if _is_on_gpu(config):
         return "on a GPU"
-    if ranks > 1:
-        return f"with tensor_parallel_size={ranks}: a rank has parts of the base's rows"
     if method != "unquantised" or config.model.quantization == "fp8":
         return f"with a base in {config.model.quantization if method == 'unquantised' else method}"
     return ""

@@ -33,12 +33,21 @@ all tokens, or the first ones::
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire_engine.adapters.config import CONFIG, AdapterConfig
-from quire_engine.adapters.files import WEIGHTS, AdapterMatrix, check_finite, digest_of, parse_tensors, read_files
+from quire_engine.adapters.files import (
+    PIECE,
+    WEIGHTS,
+    AdapterMatrix,
+    check_finite,
+    digest_of,
+    parse_tensors,
+    pause,
+    read_files,
+)
 from quire_engine.errors import CheckpointError
 from quire_engine.lora import AdaptableModules
 from quire_engine.models.checkpoints.files import brief, parse_object
@@ -47,8 +56,6 @@ TABLES = frozenset(("embed_tokens", "lm_head"))
 """The model's names of the embedding and of the head."""
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """By transformers' name of a stack of all experts, in the order in which a module has them, its projections."""
-_PIECE = 32
-"""Layers or matrices."""
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)"
 )
@@ -111,7 +118,7 @@ class AdapterCheckpoint:
 
     @classmethod
     def read(cls, folder: Path, modules: AdaptableModules, max_rank: int) -> "AdapterCheckpoint":
-        """Read a folder and check everything in it.
+        """Read a folder and check everything in it. Pauses often, for other threads.
 
         Args:
             folder: the adapter's.
@@ -133,19 +140,19 @@ class AdapterCheckpoint:
         digest: str,
         modules: AdaptableModules,
         max_rank: int,
-        pause: Callable[[], None] = lambda: None,
+        was_read_before: bool = False,
     ) -> "AdapterCheckpoint":
-        """The same of files that were read, to whose content the result refers; the folder is for messages. `pause` is
-        called between pieces of about a millisecond."""
+        """The same of files that were read, to whose content the result refers; the folder is for messages. If `read`
+        has returned their digest before, the numbers are not looked at again."""
         path = folder / CONFIG
         config = AdapterConfig(path, parse_object(path, config_file))
         tensors = dict(parse_tensors(folder / WEIGHTS, weights_file))
         sorted_by_layer = _Modules(folder / WEIGHTS, config, modules, max_rank)
-        found, tables = sorted_by_layer.of(tensors, pause), sorted_by_layer.tables
-        for number, (name, matrix) in enumerate(tensors.items()):
-            if number % _PIECE == 0:
+        found, tables = sorted_by_layer.of(tensors), sorted_by_layer.tables
+        for number, (name, matrix) in enumerate(() if was_read_before else tensors.items()):
+            if number % PIECE == 0:
                 pause()
-            check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix, pause)
+            check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix)
         return cls(
             digest=digest,
             modules=found,
@@ -166,7 +173,7 @@ class _Modules:
         self._magnitudes: dict[str, tuple[str, AdapterMatrix]] = {}
         """By transformers' name of a layer, those that no layer has taken."""
 
-    def of(self, tensors: Mapping[str, AdapterMatrix], pause: Callable[[], None]) -> dict[str, AdapterModule]:
+    def of(self, tensors: Mapping[str, AdapterMatrix]) -> dict[str, AdapterModule]:
         pairs: dict[str, dict[str, tuple[str, AdapterMatrix]]] = {}
         whole: list[str] = []
         bases = {}
@@ -193,7 +200,7 @@ class _Modules:
             raise CheckpointError(f"{self._path}: it holds no LoRA matrices")
         found: dict[str, AdapterModule] = {}
         for number, (layer, halves) in enumerate(pairs.items()):
-            if number % _PIECE == 0:
+            if number % PIECE == 0:
                 pause()
             for name, module in self._of_layer(layer, halves):
                 if name in found or name in self.tables:

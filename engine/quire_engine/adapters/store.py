@@ -2,24 +2,28 @@
 
 ::
 
-    orders ─► loads ─► a thread: read, check, slice, convert ─► cell ─► board
-           └► slots ─► the layers' tables                         └── on a GPU, copied there when it gets a slot
+    orders ─► loads ─► a thread: read, slice, convert ─► cell ─► board
+           └► slots ─► the layers' tables                  └── on a GPU, copied there when it gets a slot
 
 A load reads what the frontend has read and checked, by the digest; a rank takes its part of each matrix. The thread
-waits for its disk, and computes in small pieces, so that no step waits long for it.
+waits for its disk, and computes in small pieces, so that no step waits long for it. On the CPU, a step that fills a
+slot writes addresses alone.
+
+DoRA divides by the norms of whole rows. Where each rank has some columns of a row, the ranks add up the squares of
+their parts in the first step that has the adapter, and multiply B by the factors then.
 """
 
 import logging
 import queue
 import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from quire_kernels import LoraWeight, pack_linear, pack_lora
+from quire_kernels import LoraSlot, LoraWeight, lora_sizes, pack_linear, pack_lora, rescale_lora
 
 from quire_engine.adapters.adaptable import (
     AdaptableLayer,
@@ -30,8 +34,9 @@ from quire_engine.adapters.adaptable import (
 )
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
 from quire_engine.adapters.checkpoint import AdapterCheckpoint
-from quire_engine.adapters.files import AdapterMatrix, digest_of, read_files
+from quire_engine.adapters.files import NICENESS, PIECE, AdapterMatrix, digest_of, pause, read_files
 from quire_engine.config import LoRAConfig
+from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, EngineDeadError
 from quire_engine.lora import AdaptableModules, Adapter
 from quire_engine.messages import AdapterLoad, AdapterOrders
@@ -47,11 +52,8 @@ logger = logging.getLogger(__name__)
 
 Matrices = list[list[tuple[torch.Tensor, torch.Tensor] | None]]
 """A and B of the rank, by layer, then by projection; None where the adapter changes nothing."""
-PAUSE_SECONDS = 0.0002
 _BAND = 1 << 16
 """Numbers of the base's weight that are dequantised at a time: so few that one thread does it."""
-_PIECE = 32
-"""Projections between two pauses: a mixture has hundreds."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -59,8 +61,10 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class _Cell:
     """A loaded adapter, in one of two forms."""
 
-    weights: list[list[LoraWeight | None]] = field(default_factory=list)
-    """By layer and projection, as the layers compute with them on the CPU."""
+    slots: list[LoraSlot] = field(default_factory=list)
+    """By layer, as the layers compute with them on the CPU."""
+    norms: list["_PartialNorms"] = field(default_factory=list)
+    """That the ranks have not yet added up."""
     matrices: Matrices = field(default_factory=list)
     """Views of `staged`."""
     staged: torch.Tensor | None = None
@@ -69,6 +73,17 @@ class _Cell:
     """By the name of a table, on the device."""
     has_tables: bool = False
     """Whether any stage has one of these."""
+
+
+class _PartialNorms(NamedTuple):
+    """With DoRA, what this rank has of the norms of the rows of a projection."""
+
+    layer: int
+    number: int
+    squares: torch.Tensor
+    """float32 [N], sums over the rank's columns of W + B · A."""
+    magnitude: torch.Tensor
+    """float32 [N]."""
 
 
 _NOTHING = _Cell()
@@ -82,11 +97,13 @@ class AdapterStore:
         config: the settings.
         modules: of the whole model.
         board: where loads are reported.
-        rank: the row there.
+        parallel: the rank, whose row is written there.
     """
 
-    def __init__(self, config: LoRAConfig, modules: AdaptableModules, board: AdapterBoard, rank: int) -> None:
-        self._config, self._modules, self._board, self._rank = config, modules, board, rank
+    def __init__(
+        self, config: LoRAConfig, modules: AdaptableModules, board: AdapterBoard, parallel: ParallelState
+    ) -> None:
+        self._config, self._modules, self._board, self._parallel = config, modules, board, parallel
         self._layers: list[AdaptableLayer] = []
         self._tables: dict[str, VocabParallel] = {}
         self._cells: dict[int, _Cell] = {}
@@ -160,13 +177,35 @@ class AdapterStore:
         self._loads.put(None)
 
     def _fill(self, slot: int, cell: _Cell) -> None:
-        weights = cell.weights if cell.staged is None else _copied(cell.matrices, cell.staged, self._like.device)
-        for layer, own in zip(self._layers, weights, strict=True):
+        if cell.norms:
+            self._add_up_norms(cell)
+        own: Sequence[LoraSlot | list[LoraWeight | None]] = cell.slots
+        if cell.staged is not None:
+            own = _copied(cell.matrices, cell.staged, self._like.device)
+        for layer, adapter in zip(self._layers, own, strict=True):
             assert layer.lora_table is not None
-            layer.lora_table.set_slot(slot, own)
+            layer.lora_table.set_slot(slot, adapter)
         self._use_tables(slot, cell)
         self._loads.put(self._in_slots.pop(slot, _NOTHING))
         self._in_slots[slot] = cell
+
+    def _add_up_norms(self, cell: _Cell) -> None:
+        """All ranks of the stage do so in the same step."""
+        group = self._parallel.tensor_group
+        assert group is not None
+        squares = torch.split(
+            group.all_reduce(torch.cat([part.squares for part in cell.norms])),
+            [len(part.squares) for part in cell.norms],
+        )
+        for part, squares_N in zip(cell.norms, squares, strict=True):
+            weights = cell.slots[part.layer].weights
+            expert, projection = divmod(part.number, len(weights[0]))
+            weight = weights[expert][projection]
+            assert weight is not None
+            # A row of zeros, which a rank alone cannot know of, stays one.
+            scales_N = torch.where(squares_N > 0, part.magnitude / squares_N.sqrt(), 0.0)
+            rescale_lora(weight, scales_N.nan_to_num(posinf=0.0))
+        cell.norms.clear()
 
     def _clear(self, slot: int) -> None:
         for layer in self._layers:
@@ -188,7 +227,7 @@ class AdapterStore:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        lower_priority()
+        lower_priority(NICENESS)
         if self._like.is_cuda:
             torch.cuda.set_device(self._like.device)
         while (load := self._loads.get()) is not None:
@@ -198,7 +237,7 @@ class AdapterStore:
                 is_wanted = self._wanted.get(load.cell) == load.number
             if is_wanted:
                 outcome = self._load(load)
-                self._board.put(self._rank, load.cell, load.number, outcome)
+                self._board.put(self._parallel.rank, load.cell, load.number, outcome)
 
     def _load(self, load: AdapterLoad) -> LoadOutcome:
         adapter = load.adapter
@@ -206,23 +245,7 @@ class AdapterStore:
             read = self._read(adapter)
             if isinstance(read, LoadOutcome):
                 return read
-            matrices: Matrices = []
-            cell = _Cell()
-            for layer in self._layers:
-                _pause()
-                own, scales = self._of_layer(layer, read)
-                if self._like.is_cuda:  # where there are no scales
-                    matrices.append(own)
-                    continue
-                cell.weights.append([])
-                for number, (pair, scales_N) in enumerate(zip(own, scales, strict=True)):
-                    if number % _PIECE == _PIECE - 1:
-                        _pause()
-                    cell.weights[-1].append(None if pair is None else pack_lora(*pair, scales_N=scales_N))
-            if matrices:
-                cell = _staged(matrices)
-            elif cell.weights:
-                _move_to_huge_pages(cell.weights)
+            cell = self._converted_layers(read)
             cell.has_tables = read.changes_tables
             for name, table in self._tables.items():
                 if name in read.tables or name in read.modules:
@@ -249,13 +272,41 @@ class AdapterStore:
             logger.error("%s: the adapter's files have changed since it was registered", folder)
             return LoadOutcome.CHANGED
         return AdapterCheckpoint.parse(
-            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, _pause
+            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, was_read_before=True
         )
 
+    def _converted_layers(self, read: AdapterCheckpoint) -> _Cell:
+        matrices: Matrices = []
+        cell, dtype = _Cell(), self._like.dtype
+        sizes = [
+            [
+                lora_sizes(read.modules[name].rank, _length(one.columns), _length(one.rows), dtype)
+                for name, one in zip(layer.names, layer.projections, strict=True)
+                if name in read.modules
+            ]
+            for layer in self._layers
+        ]
+        places = iter([] if self._like.is_cuda else _huge_pages(sizes, dtype))
+        for layer in self._layers:
+            pause()
+            own, scales = self._of_layer(layer, read, cell.norms)
+            if self._like.is_cuda:  # where there are no scales
+                matrices.append(own)
+                continue
+            weights: list[LoraWeight | None] = []
+            for number, (pair, scales_N) in enumerate(zip(own, scales, strict=True)):
+                if number % PIECE == PIECE - 1:
+                    pause()
+                weights.append(None if pair is None else pack_lora(*pair, scales_N=scales_N, out=next(places)))
+            assert layer.lora_table is not None
+            cell.slots.append(layer.lora_table.prepare(weights))
+        return _staged(matrices) if matrices else cell
+
     def _of_layer(
-        self, layer: AdaptableLayer, read: AdapterCheckpoint
+        self, layer: AdaptableLayer, read: AdapterCheckpoint, norms: list[_PartialNorms]
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], list[torch.Tensor | None]]:
-        """A and B of each projection, and the scales of the base's results beside them."""
+        """A and B of each projection, and the scales of the base's results beside them: 1 where this rank has parts of
+        the norms, which are appended."""
         matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         scales: list[torch.Tensor | None] = []
         for number, (name, one) in enumerate(zip(layer.names, layer.projections, strict=True)):
@@ -264,8 +315,8 @@ class AdapterStore:
             if module is None:
                 matrices.append(None)
                 continue
-            if number % _PIECE == _PIECE - 1:
-                _pause()
+            if number % PIECE == PIECE - 1:
+                pause()
             whole_b = _tensor(module.b)[module.b_rows, module.b_columns]
             a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a)[module.a_rows], whole_b)
             dtype, scaling = self._like.dtype, module.scaling
@@ -273,10 +324,15 @@ class AdapterStore:
             if module.magnitude is not None:
                 whole_N1 = _tensor(module.magnitude)[module.b_rows].float()
                 magnitude_N = layer.adapter_slice(number, a_RK, whole_N1)[1].squeeze(1)
-                scales[-1] = scales_N = _dora_scales(layer, number, a_RK.float(), b_NR.float(), magnitude_N)
-                if not scales_N.isfinite().all():
-                    raise CheckpointError(f"a row of the base and of the adapter's matrices of {name} is zero")
-                b_NR = b_NR * scales_N[:, None]
+                squares_N = _squares(layer, number, a_RK.float(), b_NR.float())
+                if one.columns == slice(0, one.shape[1]):
+                    scales[-1] = scales_N = magnitude_N / squares_N.sqrt()
+                    if not scales_N.isfinite().all():
+                        raise CheckpointError(f"a row of the base and of the adapter's matrices of {name} is zero")
+                    b_NR = b_NR * scales_N[:, None]
+                else:
+                    scales[-1] = torch.ones_like(squares_N)
+                    norms.append(_PartialNorms(self._layers.index(layer), number, squares_N, magnitude_N))
             a_RK, b_NR = a_RK.to(dtype), b_NR.to(dtype)
             is_b_as_read = DTYPES[module.b.dtype] == dtype and scaling == one.scale == 1 and module.magnitude is None
             are_as_read = DTYPES[module.a.dtype] == dtype, is_b_as_read
@@ -306,7 +362,7 @@ class AdapterStore:
         columns = matrix.shape[1]
         own = torch.zeros(size, columns, dtype=self._like.dtype, device=self._like.device)
         for rows in bands(0, len(matrix), columns):
-            _pause()
+            pause()
             band = matrix[rows] if scaling == 1 else matrix[rows].float() * scaling
             band = band.to(self._like.dtype)
             if not band.isfinite().all():
@@ -315,50 +371,39 @@ class AdapterStore:
         return own
 
 
-def _pause() -> None:
-    """Let the thread that computes steps have the interpreter's lock, for which it would wait up to 5 ms."""
-    time.sleep(PAUSE_SECONDS)
-
-
-def _dora_scales(
-    layer: AdaptableLayer, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor, magnitude_N: torch.Tensor
-) -> torch.Tensor:
-    """magnitude / ‖W + B · A‖ of each row, [N] (Liu et al. 2024, https://arxiv.org/abs/2402.09353, section 4.1)."""
-    norms_N = torch.empty(len(b_NR))
+def _squares(layer: AdaptableLayer, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> torch.Tensor:
+    """‖W + B · A‖² of each row, [N], which DoRA divides by (Liu et al. 2024, https://arxiv.org/abs/2402.09353, section
+    4.1)."""
+    squares_N = torch.empty(len(b_NR))
     height = max(1, _BAND // a_RK.shape[1])
     for first in range(0, len(b_NR), height):
-        _pause()
+        pause()
         rows = slice(first, min(first + height, len(b_NR)))
-        norms_N[rows] = torch.linalg.vector_norm(layer.weight_band(number, rows) + b_NR[rows] @ a_RK, dim=1)
-    return magnitude_N / norms_N
+        squares_N[rows] = (layer.weight_band(number, rows) + b_NR[rows] @ a_RK).square_().sum(dim=1)
+    return squares_N
 
 
-def _move_to_huge_pages(weights: list[list[LoraWeight | None]]) -> None:
-    """Replace the weights by copies in one mapping, by layer A of all projections and then B. A step reads little of
-    each of many adapters, for which it would look up the address of every small page."""
-    flat = [half for own in weights for one in own if one is not None for half in (one.a, one.b)]
-    if not flat:
-        return
-    memory = mapped_zeros((sum(_aligned(half.numel()) for half in flat),), flat[0].dtype, huge_pages=True)
-
-    def moved(half: torch.Tensor) -> torch.Tensor:
-        nonlocal memory
-        place, memory = memory[: half.numel()].view(half.shape), memory[_aligned(half.numel()) :]
-        return place.copy_(half)
-
-    for own in weights:
-        _pause()
-        present = [(number, one) for number, one in enumerate(own) if one is not None]
-        a, b = [moved(one.a) for _, one in present], [moved(one.b) for _, one in present]
-        for (number, one), own_a, own_b in zip(present, a, b, strict=True):
-            own[number] = replace(one, a=own_a, b=own_b)
+def _huge_pages(sizes: list[list[tuple[int, int]]], dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where to pack A and B of the projections of each layer: in one mapping, by layer A of all and then B. A step
+    reads little of each of many adapters, for which it would look up the address of every small page."""
+    whole = sum(_aligned(size) for own in sizes for pair in own for size in pair)
+    memory = mapped_zeros((whole,), dtype, huge_pages=True)
+    places: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for own in sizes:
+        halves: list[list[torch.Tensor]] = [[], []]
+        for number, half in enumerate(halves):
+            for pair in own:
+                half.append(memory[: pair[number]])
+                memory = memory[_aligned(pair[number]) :]
+        places += zip(*halves, strict=True)
+    return places
 
 
 def _staged(matrices: Matrices) -> _Cell:
     """The matrices in memory that a GPU copies from."""
     flat = [matrix for own in matrices for pair in own if pair is not None for matrix in pair]
     if not flat:  # it changes no layer of this stage
-        return _Cell(weights=[[None for _ in own] for own in matrices])
+        return _Cell(matrices=matrices, staged=torch.empty(0))
     size, like = sum(_aligned(one.numel()) for one in flat), flat[0]
     staged = torch.empty(size, dtype=like.dtype, pin_memory=torch.cuda.is_available())
     places = iter(_places(matrices, staged))
@@ -388,6 +433,11 @@ def _places(matrices: Matrices, flat: torch.Tensor) -> Iterator[tuple[torch.Tens
                     views.append(flat[first : first + matrix.numel()].view(matrix.shape))
                     first += _aligned(matrix.numel())
                 yield views[0], views[1]
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
 
 
 def _tensor(matrix: AdapterMatrix) -> torch.Tensor:

@@ -113,7 +113,7 @@ class Worker:
             assert board.adapters is not None
             assert isinstance(checkpoint, CheckpointConfig)
             modules = adaptable_modules(checkpoint, config)
-            self._adapters = AdapterStore(config.lora, modules, board.adapters, parallel.rank)
+            self._adapters = AdapterStore(config.lora, modules, board.adapters, parallel)
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         self._gpu_memory: GpuCacheMemory | None = None
         if device.type == "cuda":

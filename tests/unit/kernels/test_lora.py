@@ -20,6 +20,7 @@ from quire_kernels import (
     pack_lora,
     quantize_grouped,
     record,
+    rescale_lora,
     stack_linear,
     weight_rows,
 )
@@ -159,6 +160,20 @@ def test_a_row_does_not_depend_on_its_batch(kind: str, cpu_kernels: str) -> None
     assert torch.equal(torch.cat(alone), together)
     order = torch.randperm(60, generator=layer.generator)
     assert torch.equal(linear(x[order], packed, torch.float32, lora=layer.rows(index[order])), together[order])
+
+
+def test_scales_that_are_known_later(cpu_kernels: str) -> None:
+    for dtype, rank, size in ((torch.float32, 5, 37), (torch.bfloat16, 16, 64), (torch.bfloat16, 3, 7)):
+        a, b, scales = torch.randn(rank, 32).to(dtype), torch.randn(size, rank).to(dtype), torch.rand(size) + 0.5
+        weight = pack_lora(a, b.clone(), scales_N=torch.ones(size))
+        rescale_lora(weight, scales)
+        expected = pack_lora(a, (b * scales[:, None]).to(dtype), scales_N=scales)
+        assert all(map(torch.equal, weight.unpacked(), expected.unpacked()))
+        assert weight.scales is not None
+        assert expected.scales is not None
+        assert torch.equal(weight.scales, expected.scales)
+    with pytest.raises(ValueError, match="give scales_N to pack_lora"):
+        rescale_lora(pack_lora(a, b), scales)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import pytest
 from quire_engine import BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
 from safetensors.torch import load_file, save_file
-from support.adapters import Adapters, make_adapter, merge_adapter, stack_adapter
+from support.adapters import ALL_LINEAR, Adapters, make_adapter, merge_adapter, stack_adapter
 from support.engines import engine, kill, run, until
 from support.oracle import make_prompts
 
@@ -99,6 +99,36 @@ def test_ranks_share_adapters_of_experts(checkpoint: Any, tmp_path: Path, settin
             assert found == expected
             assert await interrupted() == expected[2]
             assert recorder.num_restarts == 1
+
+        run(llm, main)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "settings"),
+    [
+        ("tied-gqa", ALL_LINEAR, {}),
+        ("mixtral", ("o_proj", "w1", "w2"), {}),
+        ("mixtral", ("v_proj", "w2"), {"enable_expert_parallel": True}),
+    ],
+)
+def test_ranks_share_norms_of_rows(
+    checkpoint: Any, tmp_path: Path, name: str, targets: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    """DoRA beside LoRA and the base, in two slots for three adapters."""
+    base, names = checkpoint(name), ["0", "", "1", "2", "0", "1"]
+    folders = {
+        str(i): make_adapter(tmp_path / str(i), base, rank=5 + 8 * i, targets=targets, seed=i, use_dora=has_norms)
+        for i, has_norms in enumerate((True, False, True))
+    }
+    adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
+    expected = {one: adapters.expected(one, PROMPTS[:1], 12)[0].token_ids for one in dict.fromkeys(names)}
+    with engine(base, device="cpu", dtype="float32", tensor_parallel_size=2, **SETTINGS, **settings) as (llm, _):
+
+        async def main() -> None:
+            for order in (1, -1):
+                requests = [adapters.request(one) for one in names[::order]]
+                found = await asyncio.gather(*(tokens_of(llm, PROMPTS[0], one, greedy()) for one in requests))
+                assert found == [expected[one] for one in names[::order]]
 
         run(llm, main)
 
