@@ -10,7 +10,7 @@ Some models need more of each row than its token and position: an adapter's numb
 They declare a `RowColumn` for it, which every forward then computes, uploads, pads and hands to the layers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -80,6 +80,25 @@ class StepRows:
     """States of layers that keep them; None: no layer does."""
     bidirectional: BidirectionalArrays | None = None
     """Rows that see others after them; None: there are none."""
+
+    def split(self, most: int) -> Iterator[tuple[slice, "StepRows"]]:
+        """Divide rows without states among steps of at most `most` rows, with all rows of a request in one of them; no
+        request has more. Yields which rows each step has, and the step."""
+        starts, first = self.query_start_loc, 0
+        while first < len(self.slots):
+            end = int(np.searchsorted(starts, starts[first] + most, side="right")) - 1
+            rows = slice(int(starts[first]), int(starts[end]))
+            step = StepRows(
+                slots=self.slots[first:end],
+                query_start_loc=starts[first : end + 1] - starts[first],
+                seq_lens=self.seq_lens[first:end],
+                token_ids=self.token_ids[rows],
+                token_slots=self.token_slots[rows],
+                positions=self.positions[rows],
+                slot_mappings=[own[rows] for own in self.slot_mappings],
+            )
+            yield rows, step
+            first = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ class Profiler:
             max_wanted = min(scheduler.max_draft_tokens, self._max_model_len - 2)
         # The last token that fits into the context is never computed.
         longest = max(self._max_model_len - 1 - max_wanted, 1)
+        recordable = runner.model.recordable
+        if not (self._compiles or recordable is None or recordable.has_head):
+            num_seqs = min(num_seqs, max(most_tokens // longest, 1))  # short prompts are computed in parts
         num_tokens = min(most_tokens // num_seqs, longest)
         num_drafts = min(scheduler.max_num_sampled_rows // num_seqs, num_tokens) - 1
         num_wanted = max(min(max_wanted, self._max_model_len - num_tokens - 1), 0)

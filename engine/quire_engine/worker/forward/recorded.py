@@ -18,7 +18,8 @@ from quire_engine.worker.batch.step_inputs import StepInputs
 RECORDED_TOKENS = 64
 """Steps of more tokens are computed op by op: they take so long that Python's overhead does not matter."""
 RECORDED_PROMPT_TOKENS = 1024
-"""The same of models without a head, all of whose tokens are of prompts: beside a small encoder's kernels it does."""
+"""The same of models without a head, all of whose tokens are of prompts: beside a small encoder's kernels it does.
+Larger steps are computed in parts of so many tokens, whose activations stay in the cache."""
 
 Layers: TypeAlias = Callable[[Sequence[torch.Tensor], StepContext], torch.Tensor]
 """(inputs, each [T, its width], context) → [T, E]; uses only ops of `quire_kernels`, and may overwrite the inputs."""
@@ -150,7 +151,9 @@ class RecordedLayers:
 
 class RecordedForward:
     """A `Forward` that takes small steps of a single rank, if the model's ops can be recorded with these caches, and
-    can sample them: communication cannot be recorded. For the arguments see `EagerForward`."""
+    can sample them: communication cannot be recorded. Of a model without a head it takes larger steps as well, if each
+    request's tokens fit into a small one: it computes them one small step after the other, through all layers. For the
+    arguments see `EagerForward`."""
 
     def __init__(
         self,
@@ -194,11 +197,14 @@ class RecordedForward:
             logger.info("tokens are sampled op by op: %s", str(error))
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether there is a recording, and the step is small enough for it."""
-        if self._layers is None or len(inputs.token_ids) > self._max_tokens or inputs.bidirectional is not None:
+        """Whether there is a recording, and the step, or each request's part of it, is small enough for it."""
+        if self._layers is None or inputs.bidirectional is not None:
             return False
         if inputs.embedded is not None and not self._takes_parts:
             return False
+        if len(inputs.token_ids) > self._max_tokens:
+            fits = int(inputs.num_scheduled.max()) <= self._max_tokens
+            return not self._model.has_head and inputs.states is None and fits
         return inputs.states is None or len(inputs.states.store_lens) <= 4 * self._max_tokens
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
@@ -206,12 +212,18 @@ class RecordedForward:
         token_ids = inputs.token_ids
         if self._last_token_ids is not None:
             token_ids = np.where(inputs.is_on_device, self._last_token_ids[inputs.token_slots], token_ids)
-        self._layers.context.set(inputs)
         hidden = self._model.embed(torch.from_numpy(token_ids))
         if inputs.embedded is not None:
             rows, hidden_rows = map(torch.from_numpy, inputs.embedded)
             replace_rows(hidden, (rows, hidden_rows))
-        return self._layers([hidden])
+        if len(token_ids) <= self._max_tokens:
+            self._layers.context.set(inputs)
+            return self._layers([hidden])
+        out = torch.empty(len(token_ids), self._layers.out.shape[1], dtype=self._layers.out.dtype)
+        for own, step in inputs.split(self._max_tokens):
+            self._layers.context.set(step)
+            out[own] = self._layers([hidden[own]])
+        return out
 
     @property
     def samples(self) -> bool:

@@ -160,6 +160,12 @@ def test_whole_prompts_of_encoders(
 
     recorded = embed()
     assert recorded_forward.RECORDED_TOKENS < max(runs) <= 512
+    num_steps = len(runs)
+    runs.clear()
+    monkeypatch.setattr(recorded_forward, "RECORDED_PROMPT_TOKENS", 128)
+    assert all(map(torch.equal, recorded, embed()))
+    assert len(runs) > num_steps, "no step is computed in parts"
+    assert max(runs) <= 128
     runs.clear()
     monkeypatch.setattr(recorded_forward, "RECORDED_PROMPT_TOKENS", 0)
     assert all(map(torch.equal, recorded, embed()))
