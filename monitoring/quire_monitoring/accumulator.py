@@ -265,8 +265,8 @@ class Accumulator:
         step = stats.step
         if step is not None:
             self._observe("quire_iteration_tokens", step.num_tokens)
-            for phase in PHASES:
-                self._observe("quire_step_seconds", getattr(step, f"{phase}_seconds"), phase=phase)
+            for part in PHASES:
+                self._observe("quire_step_seconds", getattr(step, f"{part}_seconds"), phase=part)
 
     def _record_request(self, request: FinishedRequestStats) -> None:
         outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason
