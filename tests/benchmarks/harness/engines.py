@@ -15,7 +15,10 @@ from typing import Any
 
 from .processes import peak_memory_bytes, process_tree
 
-__all__ = ["ENGINES", "Engine", "Job", "Run", "RunError", "cache_folder", "find_peer", "prepare", "run", "runnable"]
+__all__ = [
+    "ENGINES", "SCRIPTS", "Engine", "Job", "Run", "RunError", "cache_folder", "environment_of", "find_peer", "prepare",
+    "run", "runnable",
+]  # fmt: skip
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 RUN_SECONDS = 1200.0
@@ -168,7 +171,7 @@ def prepare(engine: Engine, job: Job, log: Path) -> None:
             prepare(other, job, log)
     with log.open("w") as stream:
         done = subprocess.run(
-            [*job.command(engine), "--prepare"], env=_environment(engine, job), stdin=subprocess.DEVNULL,
+            [*job.command(engine), "--prepare"], env=environment_of(engine.peer, job.peers), stdin=subprocess.DEVNULL,
             stdout=stream, stderr=stream,
         )  # fmt: skip
     if done.returncode != 0:
@@ -208,8 +211,8 @@ def run(engine: Engine, job: Job, log: Path) -> list[Run]:
     start = time.perf_counter()
     with log.open("w") as stream:
         process = subprocess.Popen(
-            job.command(engine), env=_environment(engine, job), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=stream, start_new_session=True,
+            job.command(engine), env=environment_of(engine.peer, job.peers), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=stream, start_new_session=True,
         )  # fmt: skip
     assert process.stdin is not None
     ready: dict[str, Any] = {}
@@ -271,12 +274,13 @@ def _end(process: subprocess.Popen[bytes], patience: float) -> None:
             file.unlink(missing_ok=True)
 
 
-def _environment(engine: Engine, job: Job) -> dict[str, str]:
-    dropped = set(DROPPED_VARIABLES) | ({"PYTHONPATH"} if engine.peer else set())
+def environment_of(peer: str | None, peers: Path) -> dict[str, str]:
+    """The variables of a peer's process, or of one of ours."""
+    dropped = set(DROPPED_VARIABLES) | ({"PYTHONPATH"} if peer else set())
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if engine.peer == "vllm":
-        environment["LD_PRELOAD"] = ":".join(_vllm_libraries(job.peers / "vllm"))
+    if peer == "vllm":
+        environment["LD_PRELOAD"] = ":".join(_vllm_libraries(peers / "vllm"))
     return environment
 
 
