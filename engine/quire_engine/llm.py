@@ -180,7 +180,7 @@ class LLM:
             output = ends[request.request_id]
             if output.pooled is None:
                 raise EngineError(f"a prompt could not be encoded: {output.error or output.finish_reason!s}")
-            result = PoolingOutput(torch.tensor(output.pooled.array()))
+            result = PoolingOutput(torch.from_numpy(output.pooled.array().copy()))
             answers.append(
                 PoolingRequestOutput(output.request_id, result, request.prompt_token_ids, output.num_cached_tokens)
             )

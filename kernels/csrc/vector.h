@@ -401,6 +401,8 @@ QUIRE_INLINE __m128 high_half(Floats x) { return _mm256_extractf128_ps(x, 1); }
 #endif
 
 QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// To the second-level cache alone.
+QUIRE_INLINE void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 QUIRE_INLINE Ints broadcast_four(const void* p) {
   int32_t four;
   std::memcpy(&four, p, 4);

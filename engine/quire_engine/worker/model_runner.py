@@ -117,7 +117,8 @@ class ModelRunner:
                 hidden_TE = forward(inputs)
             if hidden_TE is None:
                 return SubmittedStep()
-            prompt_logprobs = self._prompt_logprobs(inputs, hidden_TE)
+            are_pooled = len(self.batch.pools) == len(self.batch.slots)
+            prompt_logprobs = {} if are_pooled else self._prompt_logprobs(inputs, hidden_TE)
             pooled = self._pool(inputs, hidden_TE) if self.batch.pools else {}
             step = SubmittedStep()
             if inputs.sampled.request_ids:
