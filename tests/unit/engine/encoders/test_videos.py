@@ -90,8 +90,7 @@ def test_exact(name: str, folder: Path) -> None:
         assert completion.token_ids == token_ids
         assert completion.logprobs is not None
         found = [entry[i].logprob for entry, i in zip(completion.logprobs, token_ids, strict=True)]
-        # As of images: one row of a hybrid amplifies rounding.
-        assert found == pytest.approx(logprobs, abs=2e-3 if name.startswith("qwen3-5") else 1e-4)
+        assert found == pytest.approx(logprobs, abs=1e-4)
 
 
 def results(llm: LLM, turns: int) -> list[Any]:
