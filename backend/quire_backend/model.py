@@ -1,4 +1,4 @@
-"""TritonPythonModel: the five calls of the server's Python stub."""
+"""TritonPythonModel: the calls of the stub that serves a model."""
 
 import asyncio
 import gc
@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from quire_engine.async_llm import AsyncLLM
 from quire_engine.config import EngineConfig
 from quire_engine.encoders.image_encoder import image_family
 from quire_engine.errors import EngineError, is_failure
 from quire_engine.models.served import read_checkpoint
-from quire_engine.pooling import NO_POOLING_INFO, PoolingInfo
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.extras import install_command
 from quire_engine.system.process_state import started_at
-from quire_engine.tasks.reading import read_pooling_info
 from quire_monitoring import MetricDefinition, MetricsConfig, TritonStatLogger
 from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
@@ -27,21 +26,18 @@ from quire_backend import model_config, triton_api
 from quire_backend.exporters import EngineExporters, EngineNumber
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
-from quire_backend.settings import SETTINGS_FILE, TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line
+from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line
 from quire_backend.status_page import StatusPage, run_folder
 from quire_backend.triton_api import TritonRequest
 
 if TYPE_CHECKING:
-    from quire_engine.async_llm import AsyncLLM
     from quire_monitoring.otel import OtelStatLogger
 
 logger = logging.getLogger(__name__)
 
 
-def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "AsyncLLM":
-    """Start the engine; imported only now, because completing a configuration should not load torch."""
-    from quire_engine.async_llm import AsyncLLM
-
+def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> AsyncLLM:
+    """Start the engine."""
     return AsyncLLM(config, stat_loggers)
 
 
@@ -59,22 +55,6 @@ def takes_images(config: EngineConfig) -> bool:
         return image_family(config) is not None
     except EngineError:
         return False
-
-
-def offered_tasks() -> PoolingInfo | None:
-    """What the model's checkpoint offers besides generation; None if there is no `model.json`. A checkpoint that is
-    not here yet, or cannot be read, counts as one that offers what most do: the engine then says what is wrong.
-    """
-    try:
-        folder = triton_api.model_folder()
-        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (AttributeError, OSError, ValueError):
-        return None
-    try:
-        checkpoint = folder / settings["model"]
-        return read_pooling_info(checkpoint, read_checkpoint(checkpoint, settings.get("model_impl", "auto")))
-    except (EngineError, OSError, ValueError, TypeError, KeyError, AttributeError):
-        return NO_POOLING_INFO
 
 
 def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
@@ -118,12 +98,6 @@ def family_maker(config: EngineConfig, pbtxt: Mapping[str, Any]) -> Callable[[Me
 
 class TritonPythonModel:
     """One instance serves all requests of the model: the engine does the batching."""
-
-    @staticmethod
-    def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Complete `config.pbtxt`, which only needs `backend: "quire"`, by what the model can do."""
-        model_config.complete(auto_complete_model_config, offered_tasks())
-        return auto_complete_model_config
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start the engine with the settings of `model.json`.

@@ -237,7 +237,7 @@ def test_two_operators_at_one_request_of_which_one_cancels_it(open_page: Callabl
     with fake.state.lock:
         fake.state.snapshot["requests"].append(make_request("9999aaaa8888bbbb", label="contested"))
     name = "contested (9999aa)"
-    pages = open_page("requests"), open_page("requests")
+    pages = open_page("requests"), open_page("requests", beside=True)
     for page in pages:
         choose_request(page, name)
         page.get_by_test_id("stMain").get_by_role("button", name=f"Cancel {name}…").click()

@@ -6,7 +6,7 @@ import re
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from playwright.sync_api import expect
 from quire_cli.server.run_directory import sweep
 from support.browser import chromium, pages_of
 from support.clients import http
-from support.serving import Server, health, run_cli, serve, start, wait_until
+from support.serving import Server, health, run_cli, serve, wait_until
+from support.sweeps import no_sweeps
 
 pytestmark = pytest.mark.server
 
@@ -73,13 +74,13 @@ def test_the_ready_line_names_a_dashboard_that_answers(server: Server) -> None:
     assert not answers(server.dashboard)
 
 
-@pytest.mark.usefixtures("alone_with_dead_runs")
-def test_it_dies_with_a_supervisor_that_is_killed() -> None:
+def test_it_dies_with_a_supervisor_that_is_killed(start: Callable[..., Server]) -> None:
     server = start(*WITH_DASHBOARD)
     assert answers(server.dashboard)
-    server.stop(signal.SIGKILL)
-    wait_until(lambda: not answers(server.dashboard), "the dashboard is gone")
-    sweep()  # as the next start does, of what a killed run had to leave
+    with no_sweeps():
+        server.stop(signal.SIGKILL)
+        wait_until(lambda: not answers(server.dashboard), "the dashboard is gone")
+        sweep()  # as the next start does, of what a killed run had to leave
     server.assert_nothing_left()
 
 

@@ -25,6 +25,7 @@ from support.clients import MODEL, Answer, ask, run, with_client
 from support.faults import put_fault
 from support.processes import command_line
 from support.serving import ANY_PORTS, CHECKPOINT, Server, run_cli, serve, wait_until
+from support.sweeps import no_sweeps
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
@@ -330,39 +331,42 @@ def test_draining_lets_a_running_stream_finish_and_refuses_new_requests(start: S
     server.assert_nothing_left()
 
 
-@pytest.mark.usefixtures("alone_with_dead_runs")
 def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server, start: Start) -> None:
     before = set(echo_server.run_id.processes())
     killed = start("--model-repository", echo)
-    # All at once, so that nobody tidies up: the child of the stub is left, shared memory, and the directory.
-    for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
-        os.kill(pid, signal.SIGKILL)
-    killed.wait()
-    assert killed.run_id.processes()
-    assert killed.run_id.shared_memory()
-    assert killed.run_id.directories()
-    with serve("--model-repository", echo) as following:
+    with no_sweeps():
+        # All at once, so that nobody tidies up: the child of the stub is left, shared memory, and the directory.
+        for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
+            os.kill(pid, signal.SIGKILL)
+        killed.wait()
+        assert killed.run_id.processes()
+        assert killed.run_id.shared_memory()
+        assert killed.run_id.directories()
+        following = start("--model-repository", echo, ready=False)
         assert "quire: removed what an earlier run left behind" in following.log()
         killed.assert_nothing_left()
+    following.wait_for_ready_line()
+    assert following.stop() == 0, following.log()
+    following.assert_nothing_left()
     assert set(echo_server.run_id.processes()) == before, "a living run was touched"
 
 
-@pytest.mark.usefixtures("alone_with_dead_runs")
 def test_a_killed_engine_is_removed_by_the_next_run(start: Start) -> None:
     killed = start("--model", str(CHECKPOINT))
-    for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
-        os.kill(pid, signal.SIGKILL)
-    killed.wait()
-    sweep()
+    with no_sweeps():
+        for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
+            os.kill(pid, signal.SIGKILL)
+        killed.wait()
+        sweep()
     killed.assert_nothing_left()
 
 
-@pytest.mark.usefixtures("alone_with_dead_runs")
 def test_orphaned_server_ends_by_itself(echo: str, start: Start) -> None:
     server = start("--model-repository", echo)
-    assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-    wait_until(lambda: not server.run_id.processes(), "the processes of a killed quire serve end")
-    sweep()
+    with no_sweeps():
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        wait_until(lambda: not server.run_id.processes(), "the processes of a killed quire serve end")
+        sweep()
     server.assert_nothing_left()
 
 

@@ -153,15 +153,17 @@ def test_nothing_is_left_after_any_end(repository: str, start: Start, number: in
     # Slow steps, or a client that hardly gets the CPU has its streams' tokens in fewer responses than it waits for.
     slow = tmp_path / "fault.json"
     put_fault(slow, action="slow", rank=0, seconds=0.01)
+    began = time.monotonic()
+    server = start("--model-repository", repository, env={FAULT_INJECTION_VARIABLE: str(slow)})
+    ready, memory = time.monotonic(), shared_memory(server)
     with no_sweeps() if name == "serve" else contextlib.nullcontext():
-        began = time.monotonic()
-        server = start("--model-repository", repository, env={FAULT_INJECTION_VARIABLE: str(slow)})
-        ready, memory = time.monotonic(), shared_memory(server)
         cycle(server, name, num_responses)
         over = time.monotonic()
-        if name == "serve":  # what it leaves is removed by the next
-            assert start("--model-repository", repository).stop() == 0
-        assert_nothing_left(server, memory)
+        following = start("--model-repository", repository, ready=False) if name == "serve" else None
+    if following is not None:  # what is left of one that was killed is removed by the next
+        following.wait_for_ready_line()
+        assert following.stop() == 0
+    assert_nothing_left(server, memory)
     print(
         f"cycle {number + 1}: ready after {ready - began:.1f} s, {name} after {num_responses} responses, "
         f"over after {over - ready:.1f} s",

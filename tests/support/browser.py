@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from quire_dashboard.settings import (
     DASHBOARD_TOKEN_VARIABLE,
     INTROSPECTION_TOKENS_VARIABLE,
@@ -45,12 +45,21 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
-    """Opens pages; afterwards, nothing may have been asked of another host."""
-    contexts, foreign = [], []
+    """Opens pages; afterwards, nothing may have been asked of another host. A page that is opened closes those before,
+    which would go on drawing, unless it is opened `beside` them."""
+    contexts: list[BrowserContext] = []
+    foreign: list[str] = []
+
+    def close() -> None:
+        while contexts:
+            contexts.pop().close()
 
     def at(
-        path: str = "", *, base: str = "", width: int = 1280, dark: bool = False, timezone: str = "UTC"
+        path: str = "", *, base: str = "", width: int = 1280, dark: bool = False, timezone: str = "UTC",
+        beside: bool = False,
     ) -> Page:  # fmt: skip
+        if not beside:
+            close()
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", timezone_id=timezone
         )  # fmt: skip
@@ -65,8 +74,7 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
 
     expect.set_options(timeout=TIMEOUT_MS)
     yield at
-    for context in contexts:
-        context.close()
+    close()
     assert foreign == []
 
 

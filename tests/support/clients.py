@@ -255,11 +255,12 @@ class Sample:
     value: float
 
 
-def scrape(server: Server) -> list[Sample]:
-    """All of /metrics as it is now."""
+def scrape(server: Server, name: str = "") -> list[Sample]:
+    """All of /metrics as it is now, or the series of one name."""
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=DEADLINE_SECONDS) as response:
         lines = response.read().decode().splitlines()
-    matches = (re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line) for line in lines)
+    start = name and f"{name}{{"
+    matches = (re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line) for line in lines if line.startswith(start))
     return [
         Sample(match[1], dict(re.findall(r'(\w+)="(.*?)"', match[2])), float(match[3])) for match in matches if match
     ]
@@ -268,7 +269,7 @@ def scrape(server: Server) -> list[Sample]:
 def metric(server: Server, name: str, model: str = MODEL, **labels: str) -> float:
     """One series of /metrics as it is now."""
     wanted = {"model": model, "version": "1", "engine": "0", **labels}
-    for sample in scrape(server):
-        if sample.name == name and sample.labels == wanted:
+    for sample in scrape(server, name):
+        if sample.labels == wanted:
             return sample.value
     raise AssertionError(f"{name}{wanted} is not in /metrics")

@@ -129,11 +129,12 @@ def _stat(pid: int) -> list[str]:
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether a condition comes true within a time."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > seconds:
             return False
-        time.sleep(0.01)
+        time.sleep(min(max(0.01, waited / 10), 0.2))
     return True
 
 

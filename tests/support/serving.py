@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def run_cli(
     *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run `quire` to its end."""
-    with sweeping():
+    with sweeping() if args[0] == "serve" else nullcontext():
         return subprocess.run(
             [sys.executable, "-m", "quire_cli", *args],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s,
@@ -184,11 +184,13 @@ def health(server: Server, endpoint: str = "") -> tuple[int, dict[str, Any]]:
 
 
 def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
-    """Poll until something holds; fail when the deadline passes first."""
-    end = time.monotonic() + deadline_s
+    """Poll until something holds; fail when the deadline passes first. The longer it takes the more seldom is looked:
+    most looks ask a server, which would start the more slowly."""
+    began = time.monotonic()
     while not is_true():
-        assert time.monotonic() < end, f"{what}: not within {deadline_s} s"
-        time.sleep(0.02)
+        waited = time.monotonic() - began
+        assert waited < deadline_s, f"{what}: not within {deadline_s} s"
+        time.sleep(min(max(0.02, waited / 10), 0.2))
 
 
 def _wait_for_ready_line(server: Server) -> tuple[str, str, str]:

@@ -27,7 +27,7 @@ import sys
 
 sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
-from quire_backend.model import TritonPythonModel
+from quire_backend.completion import TritonPythonModel
 """
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from quire_engine.config import EngineCoreConfig
+from quire_engine.config import EngineCoreConfig, ModelConfig
 from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.errors import CheckpointError, EngineDeadError, EngineError, EngineUnavailableError, is_failure
 from quire_engine.messages import (
@@ -39,6 +39,7 @@ from quire_engine.messages import (
     UtilityOutput,
 )
 from quire_engine.models import read_checkpoint
+from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.stats import AdapterStats
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
@@ -75,13 +76,16 @@ class EngineCoreProcess:
         self._stopping = False
         self._sent_adapters: AdapterStats | None = None
         self._sent_adapters_at = -math.inf
-        structured_output = _start_grammar_compiler(arguments.config, arguments.num_blocks is not None)
         self._heartbeat = Heartbeat(arguments.heartbeat_fd)
-        from quire_engine.core.build_engine import build_engine
-
-        if structured_output is not None:
-            structured_output.imports_are_done()
+        is_restart = arguments.num_blocks is not None
         try:
+            if is_restart:  # the frontend has checked it before the first start
+                _check_checkpoint(arguments.config.model)
+            structured_output = _start_grammar_compiler(arguments.config, is_restart)
+            from quire_engine.core.build_engine import build_engine  # imports torch
+
+            if structured_output is not None:
+                structured_output.imports_are_done()
             self._core = build_engine(
                 arguments.config,
                 arguments.num_blocks,
@@ -256,6 +260,13 @@ class EngineCoreProcess:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.connect(address)
         return socket
+
+
+def _check_checkpoint(model: ModelConfig) -> None:
+    """Find in milliseconds that files are missing or damaged, which loading would find after seconds of imports: an
+    engine that does not start is tried again and again. Raises CheckpointError."""
+    if model.load_format != "dummy":
+        _ = open_checkpoint(Path(model.model)).tensors
 
 
 def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> StructuredOutputManager | None:

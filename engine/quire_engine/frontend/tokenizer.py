@@ -71,6 +71,7 @@ class PlainTokenizer:
         if backend.post_processor is None:
             raise ValueError("tokenizer.json does not say what a text begins with")
         self.eos_token_id = backend.token_to_id(self.special_tokens_map.get("eos_token", ""))
+        self.all_special_ids = [backend.token_to_id(name) for name in dict.fromkeys(self.special_tokens_map.values())]
         template = folder / "chat_template.jinja"
         self.chat_template: str | None = (
             template.read_text("utf-8") if template.exists() else config.get("chat_template")
@@ -111,33 +112,40 @@ class PlainTokenizer:
 
 
 @overload
-def load_tokenizer(path: Path, *, plain: Literal[False] = False) -> "PreTrainedTokenizerBase": ...
+def load_tokenizer(
+    path: Path, *, plain: Literal[False] = False, is_tried: bool = False
+) -> "PreTrainedTokenizerBase": ...
 @overload
-def load_tokenizer(path: Path, *, plain: Literal[True]) -> AnyTokenizer: ...
-def load_tokenizer(path: Path, *, plain: bool = False) -> AnyTokenizer:
+def load_tokenizer(path: Path, *, plain: Literal[True], is_tried: bool = False) -> AnyTokenizer: ...
+def load_tokenizer(path: Path, *, plain: bool = False, is_tried: bool = False) -> AnyTokenizer:
     """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads and without the checkpoint's own code.
 
     Args:
         path: the checkpoint.
         plain: a `PlainTokenizer` suffices.
+        is_tried: another process has tried it, or does so meanwhile and ends this one if it fails.
 
     Raises:
         CheckpointError: there is none, or it does not load.
     """
     source = open_checkpoint(path, "tokenizer").tokenizer()
     if isinstance(source, Path):
-        return _load_folder(source, path, plain)
+        return _load_folder(source, path, plain, is_tried)
     with tempfile.TemporaryDirectory(prefix="quire-tokenizer-") as name:
         write_tokenizer(Path(name), source, path)
-        return _load_folder(Path(name), path, plain)
+        return _load_folder(Path(name), path, plain, is_tried)
 
 
-def _load_folder(folder: Path, source: Path, plain: bool) -> AnyTokenizer:
+def _load_folder(folder: Path, source: Path, plain: bool, is_tried: bool) -> AnyTokenizer:
     try:
         with ThreadPoolExecutor(1) as thread, paused_gc():
-            tried, is_plain = thread.submit(try_tokenizer, folder), _is_plain(folder)
+            trial = None if is_tried else thread.submit(try_tokenizer, folder)
+            is_plain = _is_plain(folder)
+            if not (plain and is_plain):
+                import transformers
+            if trial is not None:
+                trial.result()
             if plain and is_plain:
-                tried.result()
                 try:
                     own = PlainTokenizer(folder)
                 except ValueError:
@@ -149,7 +157,6 @@ def _load_folder(folder: Path, source: Path, plain: bool) -> AnyTokenizer:
             import transformers
 
             loader: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-            tried.result()
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )

@@ -5,19 +5,17 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from quire_engine.frontend.tokenizer import AnyTokenizer, PlainTokenizer
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult
 from quire_engine.structured_output.json_schema import to_ebnf
 from quire_engine.structured_output.pattern import literal
 from quire_engine.structured_output.xgrammar import SharedGrammar, XGrammar, xgrammar
 from quire_engine.structured_outputs_params import schemas_of_tag
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_COMPILED_BYTES = 32 << 20
 """Limit of a compiled grammar as text. The engine core reads it at some 30 ms per MB, in a second thread."""
@@ -27,7 +25,7 @@ MAX_ERROR_CHARACTERS = 300
 class GrammarCompiler:
     """Compiles in this process, whose time and memory `compiler` limits."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", arguments: CompilerArguments) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, arguments: CompilerArguments) -> None:
         self.tokenizer_info = make_tokenizer_info(tokenizer, arguments.vocab_size, arguments.stop_token_ids)
         # A process with threads cannot fork safely; and each grammar is compiled only once, so a cache is useless.
         self._compiler = xgrammar.GrammarCompiler(self.tokenizer_info, max_threads=1, cache_enabled=False)
@@ -53,9 +51,7 @@ class GrammarCompiler:
         return CompileResult(request.job_id, text)
 
 
-def make_tokenizer_info(
-    tokenizer: "PreTrainedTokenizerBase", vocab_size: int, stop_token_ids: list[int]
-) -> xgrammar.TokenizerInfo:
+def make_tokenizer_info(tokenizer: AnyTokenizer, vocab_size: int, stop_token_ids: list[int]) -> xgrammar.TokenizerInfo:
     """The text of every token. Special tokens have none, as they are no part of a completion's text.
 
     Raises:
@@ -65,6 +61,8 @@ def make_tokenizer_info(
     stop_ids = list(dict.fromkeys([*stop_token_ids, *(i for i in own if i is not None and i < vocab_size)]))
     if not stop_ids:
         raise ValueError("the model has no end-of-sequence token")
+    if isinstance(tokenizer, PlainTokenizer):  # which has what the library reads of transformers' class
+        xgrammar.tokenizer_info.PreTrainedTokenizerFast = PlainTokenizer
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
     vocabulary = list(info.decoded_vocab)
     for token_id in tokenizer.all_special_ids:

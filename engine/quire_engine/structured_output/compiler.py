@@ -128,7 +128,8 @@ def main() -> None:
         try:
             from quire_engine.frontend.tokenizer import load_tokenizer
 
-            tokenizer = load_tokenizer(Path(arguments.tokenizer_path))  # first: see `xgrammar`
+            # First: see `xgrammar`. The frontend tries the tokenizer, and ends the engine if it fails.
+            tokenizer = load_tokenizer(Path(arguments.tokenizer_path), plain=True, is_tried=True)
 
             from quire_engine.structured_output.compile_job import GrammarCompiler
 

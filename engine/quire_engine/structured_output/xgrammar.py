@@ -1,10 +1,9 @@
 """The Grammar protocol over xgrammar (https://arxiv.org/abs/2411.15100), and the one place that imports that library.
 
 xgrammar imports torch for the types of bitmasks and transformers for those of tokenizers. It is given numpy arrays, and
-a tokenizer only where transformers is loaded already. So where one of the two is not loaded, a stand-in takes its place
-while xgrammar is imported: the grammar compiler starts with 0.9 s of CPU time and 96 MB instead of 5 s and 436 MB, and
-an engine core has xgrammar after 0.4 s instead of 0.9 s. In a process that has loaded both, such as one with `LLM`,
-this is an import like any other.
+a `PlainTokenizer` or one of transformers, which is loaded then. So where one of the two is not loaded, a stand-in takes
+its place while xgrammar is imported: the grammar compiler starts with 0.9 s of CPU time instead of 5 s, and an engine
+core has xgrammar after 0.4 s instead of 0.9 s. In a process that has loaded both this is an import like any other.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -12,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire_backend import completion, triton_api
 from quire_backend import model as model_module
-from quire_backend import triton_api
-from quire_backend.model import TritonPythonModel, offered_tasks
+from quire_backend.completion import offered_tasks
+from quire_backend.model import TritonPythonModel
 from quire_backend.model_config import (
     INPUTS,
     OUTPUTS,
@@ -72,7 +74,7 @@ class Config:
 
 def test_completes_an_empty_configuration() -> None:
     config = Config()
-    assert TritonPythonModel.auto_complete_config(config) is config
+    assert completion.TritonPythonModel.auto_complete_config(config) is config
     inputs = {item["name"]: item for item in config.values["input"]}
     outputs = {item["name"]: item for item in config.values["output"]}
     assert inputs["text_input"] == {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1], "optional": True}
@@ -100,8 +102,22 @@ def test_the_configuration_is_completed_by_what_the_checkpoint_offers(
     assert offered is not None
     assert "embed" in offered.tasks
     config = Config()
-    TritonPythonModel.auto_complete_config(config)
+    completion.TritonPythonModel.auto_complete_config(config)
     assert "embeddings" in {item["name"] for item in config.values["output"]}
+
+
+def test_the_stub_that_completes_a_configuration_imports_neither_an_engine_nor_metrics() -> None:
+    script = (
+        "import sys, types; name = 'triton_python_backend_utils'; sys.modules[name] = types.ModuleType(name)\n"
+        "import quire_backend.completion\n"
+        "print(sorted({'quire_engine.async_llm', 'quire_backend.serving', 'zmq', 'asyncio'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "[]", "")
+
+
+def test_the_stub_that_serves_makes_the_model_that_serves() -> None:
+    assert type(completion.TritonPythonModel()) is TritonPythonModel
 
 
 def test_tables_agree() -> None:

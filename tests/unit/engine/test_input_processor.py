@@ -194,7 +194,7 @@ def test_a_plain_tokenizer_is_what_transformers_makes_of_it(
     assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert list(ours.special_tokens_map) == list(theirs.special_tokens_map), "a template may iterate over them"
-    assert ours.eos_token_id == theirs.eos_token_id
+    assert (ours.eos_token_id, ours.all_special_ids) == (theirs.eos_token_id, theirs.all_special_ids)
     assert ours.chat_template == theirs.chat_template
     assert ours.get_vocab() == theirs.get_vocab()
     ids = list(range(len(theirs) + 1))
