@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -198,11 +198,18 @@ class Adapters:
     folders: dict[str, Path]
     merged: Callable[[str], Path]
     """By name, the checkpoint that one is merged into; that of the empty name is the base."""
+    known: dict[tuple[Any, ...], Expected] = field(default_factory=dict)
+    """What was expected before: of a name, a prompt and a number of tokens."""
 
     def request(self, name: str) -> LoRARequest | None:
         return LoRARequest(name, 1, str(self.folders[name])) if name else None
 
     def expected(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[Expected]:
         """What transformers generates with the merged checkpoint."""
-        model = load_reference(self.merged(name) if name else self.base)
-        return [generate_greedily(model, prompt, num_tokens) for prompt in prompts]
+        keys = [(name, *prompt, num_tokens) for prompt in prompts]
+        if not self.known.keys() >= {*keys}:
+            model = load_reference(self.merged(name) if name else self.base)
+            self.known.update(
+                (key, generate_greedily(model, prompt, num_tokens)) for key, prompt in zip(keys, prompts, strict=True)
+            )
+        return [self.known[key] for key in keys]

@@ -16,6 +16,8 @@ from quire_kernels import cpu
 SOURCE = Path(__file__).with_suffix(".c")
 NEEDED = {"amx": "avx512_bf16", "avx_vnni": "avx2"}
 """The rest of each set, which the processor must have."""
+# `cpu.status` parses the library's declarations, which a process does once, and a test for each instruction set.
+cpu._structures = functools.cache(cpu._structures)
 
 
 @functools.cache

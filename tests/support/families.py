@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["COLUMNS", "FAMILIES", "PAGE", "PAIRS", "rendered", "with_table"]
+__all__ = ["COLUMNS", "FAMILIES", "OF_EACH_KIND", "PAGE", "PAIRS", "rendered", "with_table"]
 
 FAMILIES = {
     "ApertusForCausalLM": "apertus",
@@ -117,6 +117,14 @@ FAMILIES = {
     "Zamba2ForCausalLM": "zamba2",
 }
 """Architecture → its checkpoint among the oracle's, which two ranks and two stages can share."""
+OF_EACH_KIND = (
+    "BambaForCausalLM", "Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "FalconMambaForCausalLM",
+    "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Glm46VForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration", "GptOssForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
+    "KimiLinearForCausalLM", "Lfm2MoeForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM",
+    "NemotronHForCausalLM", "RecurrentGemmaForCausalLM", "Zamba2ForCausalLM",
+)  # fmt: skip
+"""Families that between them have each kind of layer."""
 COLUMNS = ("exact", "tensor parallel", "pipeline parallel", "int8", "speculation", "prefix caching", "replay")
 PAIRS = [(architecture, column) for architecture in FAMILIES for column in COLUMNS]
 """Each is a test of its own with QUIRE_TESTS_FULL=1."""

@@ -43,11 +43,10 @@ def reference(model: LlamaForCausalLM, prompt: list[int], params: SamplingParams
             logits[forbidden] = float("-inf")
         for token_id, bias in (params.logit_bias or {}).items():
             logits[token_id] += bias
-        for token_id in set(prompt + output):
-            value = logits[token_id]
-            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-            value = value - params.frequency_penalty * output.count(token_id)
-            logits[token_id] = value - params.presence_penalty * (token_id in output)
+        known = sorted({*prompt, *output})
+        values, counts = logits[known], torch.tensor([output.count(token_id) for token_id in known])
+        values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits[known] = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
         output.append(int(logits.argmax()))
         inputs = torch.tensor([output[-1:]])
     return output

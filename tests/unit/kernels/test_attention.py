@@ -37,26 +37,25 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
     is_causal: bool = True,
 ) -> torch.Tensor:
-    """Row by row and head by head, straight from the definition, in float64."""
-    query, key, value = query_QHD.double(), key_LKD.double(), value_LKD.double()
-    (num_rows, num_heads, head_size), (length, num_kv_heads, _) = query.shape, key.shape
-    out = query.new_empty(num_rows, num_heads, value.shape[2])
-    for row in range(num_rows):
-        end = length - num_rows + row + 1
-        visible = slice(max(0, end - (window or end)), end)
-        if window is not None and window < 0:
-            visible = slice((end - 1) // -window * -window, end)
-        if not is_causal:
-            visible = slice(visible.start, min(length, end - 1 + (window or length)))
-        for head in range(num_heads):
-            kv_head = head // (num_heads // num_kv_heads)
-            scores = key[visible, kv_head] @ query[row, head] * head_size**-0.5
-            if soft_cap is not None:
-                scores = soft_cap * (scores / soft_cap).tanh()
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].double()))
-            out[row, head] = scores.softmax(0)[: visible.stop - visible.start] @ value[visible, kv_head]
-    return out
+    """Straight from the definition, in float64."""
+    num_rows, num_heads, head_size = query_QHD.shape
+    length, num_kv_heads, _ = key_LKD.shape
+    key, value = (
+        x.double().repeat_interleave(num_heads // num_kv_heads, 1).transpose(0, 1) for x in (key_LKD, value_LKD)
+    )
+    scores_HQL = query_QHD.double().transpose(0, 1) @ key.transpose(1, 2) * head_size**-0.5
+    if soft_cap is not None:
+        scores_HQL = soft_cap * (scores_HQL / soft_cap).tanh()
+    keys = torch.arange(length)
+    rows = keys[length - num_rows :, None]
+    first = rows - (window or length) + 1
+    if window is not None and window < 0:
+        first = rows // -window * -window
+    last = rows if is_causal else rows + (window or length) - 1
+    scores_HQL = scores_HQL.masked_fill((keys < first) | (keys > last), float("-inf"))
+    if sinks is not None:
+        scores_HQL = torch.cat((scores_HQL, sinks.double()[:, None, None].expand(-1, num_rows, 1)), -1)
+    return (scores_HQL.softmax(-1)[..., :length] @ value).transpose(0, 1)
 
 
 @DTYPES

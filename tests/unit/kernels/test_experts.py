@@ -83,22 +83,22 @@ class Layer:
     def exact(self) -> torch.Tensor:
         """In float64, without any rounding."""
         out = torch.zeros(self.x.shape, dtype=torch.float64)
-        for token, (weights, ids) in enumerate(zip(self.weights, self.ids, strict=True)):
-            for weight, expert in zip(weights, ids, strict=True):
-                hidden = self._linear(0, expert, self.x[token].double())
-                gate, up = hidden.chunk(2)
-                if self.activation == "silu":
-                    hidden = F.silu(gate) * up
-                elif self.activation == "relu2":
-                    hidden = F.relu(hidden).square()
-                else:
-                    gate = gate.clamp(max=7)
-                    hidden = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
-                out[token] += weight.double() * self._linear(1, expert, hidden)
+        for expert in range(self.num_experts):
+            tokens, places = torch.where(self.ids == expert)
+            hidden = self._linear(0, expert, self.x[tokens].double())
+            gate, up = hidden.chunk(2, -1)
+            if self.activation == "silu":
+                hidden = F.silu(gate) * up
+            elif self.activation == "relu2":
+                hidden = F.relu(hidden).square()
+            else:
+                gate = gate.clamp(max=7)
+                hidden = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+            out.index_add_(0, tokens, self.weights[tokens, places, None].double() * self._linear(1, expert, hidden))
         return out
 
-    def _linear(self, which: int, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        out, bias = (self.gate_up, self.down)[which][expert].double() @ x, self.biases[which][expert]
+    def _linear(self, which: int, expert: int, x: torch.Tensor) -> torch.Tensor:
+        out, bias = x @ (self.gate_up, self.down)[which][expert].double().T, self.biases[which][expert]
         return out if bias is None else out + bias.double()
 
 

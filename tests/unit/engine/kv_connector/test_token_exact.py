@@ -1,5 +1,6 @@
 """With blocks that come from files, tokens are those without; in a new engine, under preemption, on several ranks."""
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from quire_engine.models import CheckpointConfig
 from quire_engine.stats import KVConnectorStats
 from quire_kernels.cpu import library
 from support.every_kind import core_of
+from support.full import FULL
 from support.ranks import llm_of_thread_ranks
 from support.remote import store_server
 
@@ -73,15 +75,22 @@ def test_a_new_engine_loads_what_another_has_saved(
     assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["files", "memory"])
+STATES = ("bamba", "jamba", "kimi-linear", "lfm2", "qwen3-5")
+"""One family with each kind of state."""
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "kind"),
     [
-        "bamba", "jamba", "kimi-linear", "lfm2", "qwen3-5",  # one of each kind of state
-        *(pytest.param(name, marks=pytest.mark.slow) for name in (
-            "falcon-h1", "falcon-mamba", "granite-hybrid", "lfm2-moe", "lfm3", "mamba", "mamba2", "nemotron-h",
-            "olmo-hybrid", "qwen3-5-moe", "qwen3-next", "recurrent-gemma", "zamba2",
-        )),
+        *itertools.product(STATES, ("files", "memory")),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.slow)
+            for name in (
+                "falcon-h1", "falcon-mamba", "granite-hybrid", "lfm2-moe", "lfm3", "mamba", "mamba2", "nemotron-h",
+                "olmo-hybrid", "qwen3-5-moe", "qwen3-next", "recurrent-gemma", "zamba2",
+            )
+            for kind in ("files", *(["memory"] if FULL else []))
+        ),
     ],
 )  # fmt: skip
 def test_states_of_recurrent_layers_come_with_the_blocks(

@@ -1,5 +1,6 @@
-"""What is shown of every family: one test for each cell of the table in docs/models.md (`support.families`), or by
-default one for each two that an engine can show at once."""
+"""What is shown of every family: one test for each cell of the table in docs/models.md (`support.families`). By default
+two cells that an engine can show at once are one test; and what the engine does with all layers of a kind alike is
+shown of some family that has such layers."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,12 +17,13 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.core.journal import Journal
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.models import CheckpointConfig
+from quire_engine.models.options import AttentionOptions, ModelOptions
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.outputs import RequestOutput
 from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
 from support.every_kind import core_of
-from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
+from support.families import COLUMNS, FAMILIES, OF_EACH_KIND, PAGE, PAIRS, rendered, with_table
 from support.full import FULL
 from support.oracle import VOCAB_SIZE, Expected, assert_exact, expected_outputs, make_prompts
 from support.ranks import llm_of_thread_ranks
@@ -31,7 +33,11 @@ NUM_TOKENS = 12
 REPLAY_AFTER = 10
 PROMPTS = [*make_prompts(7, VOCAB_SIZE, max_length=40), *make_prompts(1, VOCAB_SIZE, max_length=400, seed=3)]
 """The last one's step is too long to be recorded; the others' are recorded."""
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+
+
+def greedy(num_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+
 
 Family = tuple[Path, list[Expected]]
 
@@ -61,8 +67,8 @@ def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
         yield llm
 
 
-def generate(llm: LLM) -> list[RequestOutput]:
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+def generate(llm: LLM, num_tokens: int = NUM_TOKENS) -> list[RequestOutput]:
+    outputs = llm.generate(PROMPTS, greedy(num_tokens), use_tqdm=False)
     assert llm.get_stats().num_failed_steps == 0
     return outputs
 
@@ -90,9 +96,12 @@ def check_exact(family: Family, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def check_ranks(family: Family, _: pytest.LogCaptureFixture, **sizes: int) -> None:
+    """Ranks that are threads take long for a step, and each step after the prompts' is computed alike."""
     folder, expected = family
+    number = NUM_TOKENS if FULL else 4
     with make_llm(folder, **sizes) as llm:
-        assert_exact(generate(llm), expected)
+        outputs = generate(llm, number)
+    assert_exact(outputs, [Expected(one.token_ids[:number], one.logprobs[:number]) for one in expected])
 
 
 def check_int8(family: Family, _: pytest.LogCaptureFixture) -> None:
@@ -129,7 +138,7 @@ def check_replay(family: Family, _: pytest.LogCaptureFixture) -> None:
     folder, expected = family
     journal, logprobs, num_engines = Journal(448), [list[float]() for _ in PROMPTS], 0
     for number, prompt in enumerate(PROMPTS):
-        journal.add(EngineCoreRequest(str(number), prompt, GREEDY))
+        journal.add(EngineCoreRequest(str(number), prompt, greedy()))
     token_ids: list[list[int]] = [[] for _ in PROMPTS]
     while journal.entries:
         num_engines, most = num_engines + 1, max(map(len, token_ids)) + REPLAY_AFTER
@@ -162,18 +171,53 @@ CHECKS: dict[str, Callable[[Family, pytest.LogCaptureFixture], None]] = {
     "speculation and prefix caching": partial(check_twice, is_drafting=True, is_caching=True),
 }
 """By column of the table; the last two show two columns each."""
-BY_DEFAULT = ("exact", "two stages of two ranks", "int8", "speculation and prefix caching", "replay")
+OF_FAMILIES = ("exact", "two stages of two ranks", "int8")
+"""What a family's weights and layers decide."""
+OF_KINDS = ("speculation and prefix caching", "replay")
+"""What the engine does with all layers of a kind alike."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "check"), PAIRS if FULL else [*product(FAMILIES, BY_DEFAULT)])
+@pytest.mark.parametrize(
+    ("architecture", "check"), PAIRS if FULL else [*product(FAMILIES, OF_FAMILIES), *product(OF_EACH_KIND, OF_KINDS)]
+)
 def test_a_family(architecture: str, check: str, family: Family, caplog: pytest.LogCaptureFixture) -> None:
     CHECKS[check](family, caplog)
 
 
 def test_every_architecture_is_in_the_table() -> None:
     assert FAMILIES.keys() == ARCHITECTURES.keys()
-    assert CHECKS.keys() == {*COLUMNS, *BY_DEFAULT}
+    assert CHECKS.keys() == {*COLUMNS, *OF_FAMILIES, *OF_KINDS}
+
+
+def kinds_of(options: ModelOptions) -> set[tuple[Any, ...]]:
+    """What keys, values, states, positions and residual streams of a model's layers are like."""
+    of_model = (
+        options.altup is None, options.layer_inputs is None, options.shared_transformer is None, options.layer_scales,
+        options.parallel_residual, options.residual_multiplier == 1, options.norms.after_attention is None,
+        options.norms.after_mlp is None,
+    )  # fmt: skip
+    kinds: set[tuple[Any, ...]] = {("model", *of_model)}
+    for layer in options.layers:
+        attention, kind = layer.attention, [type(layer.attention), type(layer.state), type(layer.mlp)]
+        if isinstance(attention, AttentionOptions):
+            rope = attention.rope
+            kind += [
+                attention.window is None, attention.is_chunked, attention.cache_of is None, attention.keys_are_values,
+                attention.sinks, rope is not None and bool(rope.mrope_section),
+            ]  # fmt: skip
+        kinds.add(tuple(kind))
+    return kinds
+
+
+def test_each_kind_of_layer_is_shown_by_default(checkpoint: Callable[[str], Path]) -> None:
+    kinds = {
+        architecture: kinds_of(CheckpointConfig.from_folder(checkpoint(name)).options)
+        for architecture, name in FAMILIES.items()
+    }
+    shown = set[tuple[Any, ...]]().union(*(kinds[architecture] for architecture in OF_EACH_KIND))
+    missing = {architecture: own - shown for architecture, own in kinds.items() if own - shown}
+    assert not missing, "add such families to OF_EACH_KIND"
 
 
 def test_the_page_claims_what_is_tested() -> None:

@@ -23,7 +23,8 @@ from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
 from quire_kernels.kv_cache import new_kv_cache
 from support.every_kind import core_of
-from support.families import FAMILIES
+from support.families import FAMILIES, OF_EACH_KIND
+from support.full import FULL
 from support.oracle import load_reference
 from support.triton_interpreter import interpreted_kernels
 from transformers import AutoModelForCausalLM
@@ -142,7 +143,7 @@ def test_a_stage_writes_the_columns_of_its_own_layers(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", FAMILIES if FULL else OF_EACH_KIND)
 @torch.inference_mode()
 def test_every_family_keeps_what_transformers_has(architecture: str, checkpoint: Callable[[str], Path]) -> None:
     """Before each layer, and at last; so heads and blocks that read hidden states can draft for it."""
