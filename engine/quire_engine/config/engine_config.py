@@ -135,16 +135,13 @@ class SchedulerConfig:
     max_num_batched_tokens: Annotated[int, between(1)] = 2048
     """Token budget of one step, prefill and decode together."""
     long_prefill_token_threshold: Annotated[int, between(0)] = 0
-    """The most prompt tokens of one request in a step; 0: only the budget limits them."""
+    """The most prompt tokens of one request in a step; 0: only the budget limits them. One prompt at a time is computed
+    in chunks, and prompts that fit the rest of a step overtake others that do not."""
     scheduling_policy: str = "fcfs"
     """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
     value, and of these the one that came first. The last in this order is preempted when the blocks run out. `slo`
     works for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make
     its time to first token is rejected at once, or runs when there is room, as its class says."""
-    max_num_partial_prefills: Annotated[int, between(1)] = 1
-    """Prompts that are computed in chunks at the same time. They do not delay prompts that fit the rest of a step."""
-    max_long_partial_prefills: Annotated[int, between(1)] = 1
-    """How many of these may be longer than `long_prefill_token_threshold`; shorter prompts overtake the others."""
     max_queued_requests: Annotated[int, between(0)] | None = None
     """Requests that may wait for their first step; the others are rejected at once, after a step. Unset: no limit."""
     max_queue_delay_ms: float | None = None
@@ -162,9 +159,6 @@ class SchedulerConfig:
         check_fields(self)
         check(self.scheduling_policy in ("fcfs", "priority", "slo"), "scheduling_policy", self.scheduling_policy,
               "'fcfs', 'priority' or 'slo'")  # fmt: skip
-        check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",
-              self.max_long_partial_prefills,
-              f"at most max_num_partial_prefills={self.max_num_partial_prefills}")  # fmt: skip
         if self.max_queue_delay_ms is not None:
             check(is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
                   "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
@@ -185,12 +179,6 @@ class SchedulerConfig:
         drafts'."""
         rows_each = min(MAX_DRAFTED_ROWS, self.max_num_batched_tokens) // self.max_num_seqs
         return self.max_num_seqs * max(min(1 + self.max_draft_tokens, rows_each), 1)
-
-    def for_max_model_len(self, max_model_len: int) -> "SchedulerConfig":
-        """The same, with a threshold of 4% of the context where several partial prefills need one and none is set."""
-        if self.max_num_partial_prefills == 1 or self.long_prefill_token_threshold:
-            return self
-        return replace(self, long_prefill_token_threshold=max(int(max_model_len * 0.04), 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
