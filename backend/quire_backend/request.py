@@ -8,7 +8,6 @@ the parameter's type; nothing is ignored silently.
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from quire_engine.encoders.embeds import ImageEmbeds
 from quire_engine.encoders.video import Video
-from quire_engine.errors import MAX_QUOTED, RequestError, UnknownAdapterError, cut, json_type, quote
+from quire_engine.errors import MAX_QUOTED, RequestError, UnknownAdapterError, cut, did_you_mean, json_type, quote
 from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
 from quire_engine.frontend.image_parts import decode_media
@@ -206,10 +205,9 @@ def _adapter(name: str | None, adapters: "AdapterRegistry | None") -> Adapter | 
         names = adapters.names
         shown = f"{names[:_MOST_SHOWN_ADAPTERS]}"
         more = f" and {len(names) - _MOST_SHOWN_ADAPTERS} others" if len(names) > _MOST_SHOWN_ADAPTERS else ""
-        near = get_close_matches(name[:MAX_QUOTED], names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownAdapterError(
-            _LORA_NAME, f"LoRA {cut(name)} is not supported, we currently support {shown}{more}{hint}"
+            _LORA_NAME,
+            f"LoRA {cut(name)} is not supported, we currently support {shown}{more}{did_you_mean(name, names)}",
         ) from None
 
 

@@ -1,6 +1,8 @@
 """The errors that callers see. Each message names the parameter or file, what is wrong, and what is allowed."""
 
 import json
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -25,6 +27,14 @@ def cut(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """The text of an error of foreign code, for a message."""
     return cut(" ".join(str(error).split()))
+
+
+def did_you_mean(name: str, known: Collection[str], *, else_all: bool = False) -> str:
+    """The end of a message about an unknown name: the known one that is nearest, if one is near. Else nothing, or
+    `else_all` of them."""
+    if near := get_close_matches(name[:MAX_QUOTED], known, n=1):
+        return f"; did you mean {near[0]!r}?"
+    return f"; known are {', '.join(sorted(known))}" if else_all else ""
 
 
 def is_failure(error: BaseException) -> bool:

@@ -69,23 +69,18 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             value = getattr(self, name)
             if value is not None and (not isinstance(value, type_) or (type_ is int and isinstance(value, bool))):
                 raise RequestError.of(name, f"is {quote(value)}; it must be {allowed}")
-        if self.task is not None and self.task not in TASKS:
-            raise RequestError.of("task", f"is {quote(self.task)}; it must be one of {', '.join(TASKS)}")
-        if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
-            raise RequestError.of(
-                "pooling_type", f"is {quote(self.pooling_type)}; it must be one of {', '.join(POOLING_TYPES)}"
-            )
-        number = self.truncate_prompt_tokens
-        if number is not None and number != -1 and not 0 < number < 2**31:
-            raise RequestError.of("truncate_prompt_tokens", f"is {quote(number)}; it must be at least 1, or -1")
-        if self.dimensions is not None and not 0 < self.dimensions < 2**31:
-            raise RequestError.of("dimensions", f"is {quote(self.dimensions)}; it must be at least 1")
-        tag = self.step_tag_id
-        if tag is not None and not 0 <= tag < 2**31:
-            raise RequestError.of("step_tag_id", f"is {quote(tag)}; it must be a token id, from 0 on")
-        ids = self.returned_token_ids
-        if ids is not None and (not ids or not all(type(one) is int and 0 <= one < 2**31 for one in ids)):
-            raise RequestError.of("returned_token_ids", f"is {quote(ids)}; it must be a list of integers from 0 on")
+        keep, size, tag, ids = self.truncate_prompt_tokens, self.dimensions, self.step_tag_id, self.returned_token_ids
+        for name, is_good, allowed in (
+            ("task", self.task in (None, *TASKS), f"one of {', '.join(TASKS)}"),
+            ("pooling_type", self.pooling_type in (None, *POOLING_TYPES), f"one of {', '.join(POOLING_TYPES)}"),
+            ("truncate_prompt_tokens", keep is None or keep == -1 or 0 < keep < 2**31, "at least 1, or -1"),
+            ("dimensions", size is None or 0 < size < 2**31, "at least 1"),
+            ("step_tag_id", tag is None or 0 <= tag < 2**31, "a token id, from 0 on"),
+            ("returned_token_ids", ids is None or (ids and all(type(one) is int and 0 <= one < 2**31 for one in ids)),
+             "a list of integers from 0 on"),
+        ):  # fmt: skip
+            if not is_good:
+                raise RequestError.of(name, f"is {quote(getattr(self, name))}; it must be {allowed}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "PoolingParams":

@@ -8,13 +8,12 @@ context length), at the same two places.
 
 import enum
 from collections.abc import Mapping
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, get_args
 
 import msgspec
 
-from quire_engine.errors import MAX_QUOTED, RequestError, cut, quote
+from quire_engine.errors import RequestError, cut, did_you_mean, quote
 from quire_engine.lora import Adapter
 from quire_engine.pooling import PoolingParams
 from quire_engine.slo import RequestSLO
@@ -327,8 +326,7 @@ def convert_parameter(name: str, value: Any) -> Any:
     if name in _NEUTRAL:
         return _check_neutral(name, value)
     if kind is None:
-        near = get_close_matches(name[:MAX_QUOTED], PARAMETER_TYPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(PARAMETER_TYPES))}"
+        hint = did_you_mean(name, PARAMETER_TYPES, else_all=True)
         raise RequestError(name, f"unknown sampling parameter {quote(name)}{hint}")
     if value is None:
         return None

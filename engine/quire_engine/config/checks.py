@@ -31,8 +31,23 @@ def one_of(*values: str) -> Allowed:
     return Allowed(lambda value: value in values, f"one of {', '.join(values)}")
 
 
-POSITIVE_SECONDS = Allowed(lambda value: is_number(value) and 0 < value < float("inf"), "a number of seconds above 0")
-SHARE = Allowed(lambda value: is_number(value) and 0 <= value <= 1, "from 0 to 1")
+def within(low: float, high: float) -> Allowed:
+    """A number within these bounds."""
+    return Allowed(lambda value: is_number(value) and low <= value <= high, f"from {low} to {high}")
+
+
+def positive(text: str, most: float = float("inf")) -> Allowed:
+    """A number above 0, up to a finite one."""
+    return Allowed(lambda value: is_number(value) and 0 < value <= most and value != float("inf"), text)
+
+
+def filled(text: str) -> Allowed:
+    """A string that is not empty."""
+    return Allowed(lambda value: isinstance(value, str) and value != "", text)
+
+
+POSITIVE_SECONDS = positive("a number of seconds above 0")
+SHARE = within(0, 1)
 _BOOL = Allowed(lambda value: isinstance(value, bool), "true or false")
 
 

@@ -6,12 +6,11 @@ come from: a file, `LLM(...)`, a command line.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
 
-from quire_engine.config.checks import between, check, check_fields, is_number, one_of
+from quire_engine.config.checks import between, check, check_fields, filled, one_of, positive
 from quire_engine.config.frontend_config import FrontendConfig
 from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.kv_transfer_config import KVTransferConfig
@@ -19,6 +18,7 @@ from quire_engine.config.lora_config import LoRAConfig
 from quire_engine.config.parallel_config import ParallelConfig
 from quire_engine.config.speculative_config import ONE_RANK, WITHOUT_CACHE, SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
+from quire_engine.errors import did_you_mean
 
 MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. With far fewer rows a step is compute-bound already, and a draft
@@ -39,7 +39,7 @@ CONNECTORS_OF_HOSTS = ("SharedStorageConnector", "RemoteStorageConnector")
 class ModelConfig:
     """Which checkpoint, and how it is computed."""
 
-    model: str
+    model: Annotated[str, filled("the path of a folder")]
     """Path of a Hugging Face checkpoint folder or of a GGUF file; in settings also a folder's name on the Hub."""
     tokenizer: str | None = None
     """Path of the tokenizer's folder, or of a GGUF file that has it; unset: the model's."""
@@ -72,7 +72,6 @@ class ModelConfig:
     """Seeds what is random at start-up. Requests without a seed of their own get a random one each."""
 
     def __post_init__(self) -> None:
-        check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
         check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         folder = self.weight_cache_dir
         check(folder in (None, "") or (isinstance(folder, str) and folder.startswith("/")), "weight_cache_dir", folder,
@@ -93,7 +92,7 @@ class CacheConfig:
     """Tokens per KV block."""
     kv_cache_memory_bytes: Annotated[int, between(1)] | None = None
     """Bytes of KV cache; unset: sized by a profiling run."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, positive("in (0, 1]", 1)] = 0.9
     """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU it is a share of
     half of the free memory, which other programs need too."""
     kv_cache_dtype: Annotated[str, one_of("auto", "int8", "fp8")] = "auto"
@@ -116,8 +115,6 @@ class CacheConfig:
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
             object.__setattr__(self, "kv_transfer_config", KVTransferConfig.from_value(self.kv_transfer_config))
         check_fields(self)
-        check(is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
-              "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
         if self.kv_transfer_config is not None and not self.enable_prefix_caching:
             raise ValueError(
                 "enable_prefix_caching is False with kv_transfer_config, whose blocks are found by the prefix cache; "
@@ -135,19 +132,16 @@ class SchedulerConfig:
     max_num_batched_tokens: Annotated[int, between(1)] = 2048
     """Token budget of one step, prefill and decode together."""
     long_prefill_token_threshold: Annotated[int, between(0)] = 0
-    """The most prompt tokens of one request in a step; 0: only the budget limits them."""
-    scheduling_policy: str = "fcfs"
+    """The most prompt tokens of one request in a step; 0: only the budget limits them. One prompt at a time is computed
+    in chunks, and prompts that fit the rest of a step overtake others that do not."""
+    scheduling_policy: Annotated[str, one_of("fcfs", "priority", "slo")] = "fcfs"
     """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
     value, and of these the one that came first. The last in this order is preempted when the blocks run out. `slo`
     works for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make
     its time to first token is rejected at once, or runs when there is room, as its class says."""
-    max_num_partial_prefills: Annotated[int, between(1)] = 1
-    """Prompts that are computed in chunks at the same time. They do not delay prompts that fit the rest of a step."""
-    max_long_partial_prefills: Annotated[int, between(1)] = 1
-    """How many of these may be longer than `long_prefill_token_threshold`; shorter prompts overtake the others."""
     max_queued_requests: Annotated[int, between(0)] | None = None
     """Requests that may wait for their first step; the others are rejected at once, after a step. Unset: no limit."""
-    max_queue_delay_ms: float | None = None
+    max_queue_delay_ms: Annotated[float, positive("a number of milliseconds above 0")] | None = None
     """How long a request may wait for its first step before it is rejected. Unset: no limit."""
     async_scheduling: bool | None = None
     """Whether a step is scheduled while the one before computes. Unset: on a GPU only, as on a CPU both take the same
@@ -160,14 +154,6 @@ class SchedulerConfig:
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_value(self.speculative_config))
         check_fields(self)
-        check(self.scheduling_policy in ("fcfs", "priority", "slo"), "scheduling_policy", self.scheduling_policy,
-              "'fcfs', 'priority' or 'slo'")  # fmt: skip
-        check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",
-              self.max_long_partial_prefills,
-              f"at most max_num_partial_prefills={self.max_num_partial_prefills}")  # fmt: skip
-        if self.max_queue_delay_ms is not None:
-            check(is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
-                  "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
 
     @property
     def max_draft_tokens(self) -> int:
@@ -185,12 +171,6 @@ class SchedulerConfig:
         drafts'."""
         rows_each = min(MAX_DRAFTED_ROWS, self.max_num_batched_tokens) // self.max_num_seqs
         return self.max_num_seqs * max(min(1 + self.max_draft_tokens, rows_each), 1)
-
-    def for_max_model_len(self, max_model_len: int) -> "SchedulerConfig":
-        """The same, with a threshold of 4% of the context where several partial prefills need one and none is set."""
-        if self.max_num_partial_prefills == 1 or self.long_prefill_token_threshold:
-            return self
-        return replace(self, long_prefill_token_threshold=max(int(max_model_len * 0.04), 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -392,9 +372,7 @@ def _group_of(name: str) -> str:
             return group
     if name in REMOVED:
         raise ValueError(f"the setting {name!r} was removed: {REMOVED[name]}; take it out")
-    near = get_close_matches(name, setting_names(), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(setting_names()))}"
-    raise ValueError(f"unknown setting {name!r}{hint}")
+    raise ValueError(f"unknown setting {name!r}{did_you_mean(name, setting_names(), else_all=True)}")
 
 
 def _make_absolute(groups: Mapping[str, dict[str, Any]], base_dir: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from quire_engine.config.checks import POSITIVE_SECONDS, SHARE, between, check, check_fields, is_number, one_of
+from quire_engine.config.checks import POSITIVE_SECONDS, SHARE, between, check, check_fields, filled, one_of, within
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 
 MAX_ENDED_REQUESTS = 20_000
@@ -19,14 +19,14 @@ REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
 class FrontendConfig:
     """Settings of the process that serves clients; the engine core and its ranks do not have them."""
 
-    generation_config: str = "auto"
+    generation_config: Annotated[str, filled("'auto', 'vllm', or the path of a folder")] = "auto"
     """The source of sampling parameters that a request leaves out: `auto` the checkpoint's `generation_config.json`, a
     folder's path that folder's, `vllm` none: then the neutral values hold."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """Values that replace fields of that file: `{"temperature": 0.6}`; null removes one."""
     stream_interval: Annotated[int, between(1)] = 1
     """Tokens per streamed response after the first, at least."""
-    stream_interval_ms: float = 20.0
+    stream_interval_ms: Annotated[float, within(0, 1000)] = 20.0
     """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
     replay_on_crash: bool = True
     """Whether live requests continue after a crash or a hang of the engine; else they end with an error."""
@@ -41,7 +41,7 @@ class FrontendConfig:
     expert_metrics: bool = False
     """Whether each expert of each layer has a counter, thousands of them. The busiest expert's load is always a
     metric."""
-    otlp_endpoint: str | None = None
+    otlp_endpoint: Annotated[str, filled("an address, such as http://localhost:4317")] | None = None
     """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`. In
     the server, a `model.json` that does not name it takes that of OTEL_EXPORTER_OTLP_ENDPOINT."""
     otlp_trace_sample_ratio: Annotated[float, SHARE] = 1.0
@@ -61,10 +61,10 @@ class FrontendConfig:
     limit_mm_per_prompt: dict[str, int] = field(default_factory=DEFAULT_MM_LIMITS.copy)
     """How many images and videos a prompt may have, `{"image": 16, "video": 4}`; 0 images: the model is served as text,
     and its encoder of images is not loaded."""
-    tool_call_parser: str | None = "auto"
+    tool_call_parser: Annotated[str, one_of("auto", *TOOL_CALL_PARSERS)] | None = "auto"
     """The form in which the model calls functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
     `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: calls are left in the text."""
-    reasoning_parser: str | None = "auto"
+    reasoning_parser: Annotated[str, one_of("auto", *REASONING_PARSERS)] | None = "auto"
     """The form of its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
     `openai_gptoss`. `auto`: what the chat template shows; unset: it has none."""
 
@@ -73,13 +73,9 @@ class FrontendConfig:
 
     def __post_init__(self) -> None:
         _check_token(self.introspection_token)
-        check(isinstance(self.generation_config, str) and self.generation_config != "", "generation_config",
-              self.generation_config, "'auto', 'vllm', or the path of a folder")  # fmt: skip
         check(isinstance(self.override_generation_config, Mapping), "override_generation_config",
               self.override_generation_config, "an object of fields of generation_config.json")  # fmt: skip
         check_fields(self)
-        check(is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
-              "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
         object.__setattr__(self, "slo", parse_classes(self.slo))
         limits = DEFAULT_MM_LIMITS if self.limit_mm_per_prompt is None else self.limit_mm_per_prompt
         check(isinstance(limits, Mapping) and set(limits) <= set(DEFAULT_MM_LIMITS)
@@ -87,16 +83,9 @@ class FrontendConfig:
               "limit_mm_per_prompt", limits, '{"image": n, "video": n}, n from 0 to 999')  # fmt: skip
         object.__setattr__(self, "limit_mm_per_prompt", {**DEFAULT_MM_LIMITS, **limits})
         _check_parsers(self.tool_call_parser, self.reasoning_parser)
-        check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
-              "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
 
 
 def _check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
-    for name, value, known in (
-        ("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS),
-        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
-    ):
-        check(value in (None, "auto", *known), name, value, f"one of auto, {', '.join(known)}, or unset")
     is_harmony = [tool_call_parser == "openai", reasoning_parser == "openai_gptoss"]
     if any(is_harmony) and not all(is_harmony):
         raise ValueError(

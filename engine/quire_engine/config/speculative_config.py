@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from itertools import accumulate
 from typing import Annotated, Any
 
-from quire_engine.config.checks import SHARE, between, check, check_fields, is_number, one_of
+from quire_engine.config.checks import SHARE, between, check, check_fields, one_of, positive
+from quire_engine.errors import did_you_mean
 
 LOOKUPS = ("ngram", "suffix")
 ASSISTANT = "gemma4_assistant"
@@ -74,7 +74,7 @@ class SpeculativeConfig:
     """`suffix`: the most tokens of a match and the draft after it together."""
     suffix_decoding_max_cached_requests: Annotated[int, between(0)] = 10_000
     """`suffix`: outputs of other requests that are kept, at most; 0: none."""
-    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_max_spec_factor: Annotated[float, positive("a number above 0")] = 1.0
     """`suffix`: drafts are at most this many times as long as the match."""
     suffix_decoding_min_token_prob: Annotated[float, SHARE] = 0.1
     """`suffix`: a draft ends before the first token that is less likely than this, by what followed so far."""
@@ -93,9 +93,6 @@ class SpeculativeConfig:
                   f"'exact' with method {self.method!r}: its drafts have no distribution")  # fmt: skip
         shortest, longest = self.lookup_range
         _check(shortest <= longest, "prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
-        factor = self.suffix_decoding_max_spec_factor
-        _check(is_number(factor) and 0 < factor < float("inf"), "suffix_decoding_max_spec_factor", factor,
-               "a number above 0")  # fmt: skip
 
     @property
     def max_draft_tokens(self) -> int:
@@ -137,9 +134,8 @@ class SpeculativeConfig:
                 _check(setting is None or not allowed or setting in allowed, name, setting,
                        f"left out, or {' or '.join(repr(item) for item in allowed)}")  # fmt: skip
             elif name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-                raise ValueError(f"speculative_config: unknown key {name!r}; {hint}")
+                hint = did_you_mean(str(name), known, else_all=True)
+                raise ValueError(f"speculative_config: unknown key {name!r}{hint}")
             elif setting is not None:
                 settings[name] = setting
         if "method" not in settings and "model" in settings:

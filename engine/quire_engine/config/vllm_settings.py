@@ -86,6 +86,8 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_scheduler_steps": (1,),
     "scheduler_delay_factor": (0,),
     "num_lookahead_slots": (0,),
+    "max_num_partial_prefills": (1,),
+    "max_long_partial_prefills": (1,),
     "worker_cls": ("auto",),
     "decode_context_parallel_size": (1,),
     "prefill_context_parallel_size": (1,),
@@ -108,6 +110,10 @@ _REMEDIES = {
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",
     "prefix_caching_hash_algo": "blocks are hashed with SHA-256",
+    **dict.fromkeys(
+        ("max_num_partial_prefills", "max_long_partial_prefills"),
+        "one prompt at a time is computed in chunks, and prompts that fit a step overtake the others",
+    ),
     **dict.fromkeys(("eplb_window_size", "eplb_step_interval", "num_redundant_experts"), "eplb_config has it"),
     "tokenizer_revision": "tokenizer is a folder, which is there in one version",
     **dict.fromkeys(

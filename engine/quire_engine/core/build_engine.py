@@ -110,12 +110,11 @@ def _build_scheduler(
     kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching, groups, num_states)
     if config.parallel.routes_by_prefix:
         kv_cache.block_pool.report_events()
-    limits = config.scheduler.for_max_model_len(max_model_len)
     drafter: Drafter | None = None
     if config.scheduler.speculative_config is not None:
         drafter = Drafter(
             make_proposer(config.scheduler.speculative_config), checkpoint.vocab_size,
-            config.scheduler.max_draft_tokens, limits.max_num_sampled_rows,
+            config.scheduler.max_draft_tokens, config.scheduler.max_num_sampled_rows,
             reads_prompts=config.scheduler.speculative_config.method not in WITHOUT_CACHE,
         )  # fmt: skip
     connector: KVConnector | None = None
@@ -144,10 +143,10 @@ def _build_scheduler(
         assert executor.board is not None
         assert executor.board.adapters is not None
         adapters = AdapterScheduler(
-            config.lora.max_loras, config.lora.num_ready, limits.max_num_seqs, executor.board.adapters
+            config.lora.max_loras, config.lora.num_ready, config.scheduler.max_num_seqs, executor.board.adapters
         )
     scheduler = Scheduler(
-        limits,
+        config.scheduler,
         kv_cache,
         drafter=drafter,
         connector=connector,
@@ -186,7 +185,7 @@ def with_whole_prompts(config: EngineCoreConfig, max_model_len: int) -> EngineCo
     """The settings of a model that computes each prompt in one step, and reuses no prefix of it."""
     scheduler = replace(
         config.scheduler, max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, max_model_len),
-        long_prefill_token_threshold=0, max_num_partial_prefills=1, max_long_partial_prefills=1,
+        long_prefill_token_threshold=0,
     )  # fmt: skip
     return replace(config, scheduler=scheduler, cache=replace(config.cache, enable_prefix_caching=False))
 

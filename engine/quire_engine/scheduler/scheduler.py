@@ -358,8 +358,8 @@ class Scheduler:
 
         Passes over requests that have to wait for what is in flight, and decodes that exceed this step's share.
         """
-        budget, running = StepBudget(self.config), self.running
-        num_tokens = budget.num_tokens
+        running, num_tokens = self.running, self.config.max_num_batched_tokens
+        budget = StepBudget(num_tokens, self.config.long_prefill_token_threshold)
         scheduled, cached = output.num_scheduled_tokens, output.cached_requests
         request_ids, new_block_ids, computed = cached.request_ids, cached.new_block_ids, cached.num_computed_tokens
         share = -(-len(running) // self._pipeline_parallel_size)
@@ -393,7 +393,7 @@ class Scheduler:
                     break
                 block_ids = allocated
             if num_new_tokens < num_left:
-                budget.count_partial_prefill(num_left)
+                budget.has_partial_prefill = True
             elif runs_ahead:
                 request.add_output_placeholder()
             scheduled[request.request_id] = num_new_tokens
@@ -434,8 +434,7 @@ class Scheduler:
 
         A request whose blocks can be loaded leaves the queue instead, until they are.
 
-        A request that would exceed the limit of partial prefills is passed over, and comes first again in the next
-        step.
+        A request that would be a second partial prefill is passed over, and comes first again in the next step.
         """
         passed_over: list[Request] = []
         runs_ahead = self._runs_ahead
@@ -453,7 +452,7 @@ class Scheduler:
                 num_new_tokens = request.with_whole_parts(num_hit_tokens, num_new_tokens, room)
             if num_new_tokens == 0 or (num_new_tokens < num_left and self._computes_whole_prompts):
                 break
-            if num_new_tokens < num_left and not budget.may_be_partial(num_left):
+            if num_new_tokens < num_left and budget.has_partial_prefill:
                 passed_over.append(queue.pop())
                 continue
             if self.kv_cache.allocate_slots(request, num_new_tokens, computed_blocks) is None:
@@ -477,7 +476,7 @@ class Scheduler:
             self._on_begin(request.message_number)
             request.num_computed_tokens += num_new_tokens
             if num_new_tokens < num_left:
-                budget.count_partial_prefill(num_left)
+                budget.has_partial_prefill = True
             elif runs_ahead:
                 request.add_output_placeholder()
             budget.num_tokens = max(budget.num_tokens - num_new_tokens, 0)

@@ -1,6 +1,5 @@
 """Numbers between bounds, as an expression of xgrammar's EBNF. It knows no JSON schema."""
 
-from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 from quire_engine.structured_output.pattern import any_of
@@ -23,8 +22,8 @@ def number_range(lowest: Bound | None, highest: Bound | None, *, is_integer: boo
         highest = highest and (_whole(*highest, ROUND_FLOOR, -1), False)
     num_integer_digits = max((len(_digits(abs(bound[0]))[0]) for bound in (lowest, highest) if bound), default=1)
     num_fraction_digits = 0 if is_integer else max(MAX_DIGITS - num_integer_digits, 0)
-    positive = _Magnitudes(lowest, highest, num_fraction_digits).expression()
-    negative = _Magnitudes(_negated(highest), _negated(lowest), num_fraction_digits).expression()
+    positive = _magnitudes(lowest, highest, num_fraction_digits)
+    negative = _magnitudes(_negated(highest), _negated(lowest), num_fraction_digits)
     return any_of([positive, negative and f'"-" {negative}'])
 
 
@@ -42,88 +41,53 @@ def _digits(value: Decimal) -> tuple[str, str]:
     return whole, fraction.rstrip("0")
 
 
-class _Magnitudes:
-    """Numbers ≥ 0 between two bounds, digit by digit.
+def _magnitudes(lowest: Bound | None, highest: Bound | None, num_fraction_digits: int) -> str | None:
+    """Numbers ≥ 0 between two bounds, digit by digit; None if there are none.
 
     A bound is *tight* as long as all digits so far are its own; its remaining digits are passed on then, else None.
     """
+    low, excludes_low = lowest if lowest and lowest[0] >= 0 else (Decimal(0), False)
+    high, excludes_high = highest or (Decimal(0), False)
+    if highest is not None and (high < 0 or low > high):
+        return None
+    low_whole, low_fraction = _digits(low)
+    high_whole, high_fraction = ("", "") if highest is None else _digits(abs(high))
+    free_fraction = f'("." [0-9]{{1,{num_fraction_digits}}})?' if num_fraction_digits else ""
 
-    def __init__(self, lowest: Bound | None, highest: Bound | None, num_fraction_digits: int) -> None:
-        zero = (Decimal(0), False)
-        low, self._excludes_low = lowest if lowest and lowest[0] >= 0 else zero
-        high, self._excludes_high = highest or zero
-        self._is_empty = highest is not None and (high < 0 or low > high)
-        self._low = _digits(low)
-        self._high = None if highest is None else _digits(abs(high))
-        self._num_fraction_digits = num_fraction_digits
-
-    def expression(self) -> str | None:
-        if self._is_empty:
-            return None
-        low, high = self._low[0], None if self._high is None else self._high[0]
-        lengths = range(len(low), len(low if high is None else high) + 1)
-        expressions = [
-            self._integer(low if n == len(low) else None, high if n == len(high or "") else None, n, is_first=True)
-            for n in lengths
-        ]
-        if high is None:
-            expressions.append(f"[1-9] [0-9]{{{len(low)},}} {self._free_fraction()}")
-        return any_of(expressions)
-
-    def _integer(self, low: str | None, high: str | None, num_left: int, *, is_first: bool = False) -> str | None:
-        """The last digits of the integer part, and the fraction."""
-        if not num_left:
-            fraction = self._fraction(
-                None if low is None else self._low[1],
-                None if high is None or self._high is None else self._high[1],
-                self._num_fraction_digits,
-            )
-            point = fraction and f'"." {fraction}'
-            if self._may_end(low is not None and self._low[1], high is not None and self._high and self._high[1]):
-                return f"({point})?" if point else '""'
-            return point
-        first = 1 if is_first and num_left > 1 else 0
-        if low is None and high is None:
-            return f"[{first}-9] [0-9]{{{num_left - 1}}} {self._free_fraction()}"
-        return self._next_digit(low, high, first, lambda low, high: self._integer(low, high, num_left - 1))
-
-    def _fraction(self, low: str | None, high: str | None, num_left: int) -> str | None:
-        """At least one further digit of the fraction."""
-        if not num_left:
-            return None
-        if low == "" and not self._excludes_low:
+    def after(count: int, size: int, low: str | None, high: str | None) -> str | None:
+        """What may follow so many digits of a number with `size` digits before the point."""
+        is_whole = count < size
+        if low == "" and not is_whole and not excludes_low:
             low = None
-        if low is None and high is None:
-            return f"[0-9]{{1,{num_left}}}"
+        first = 1 if count == 0 and size > 1 else 0
+        num_left = size + num_fraction_digits - count
+        more: str | None = None
+        if low is None and high is None and is_whole:
+            more = f"[{first}-9] [0-9]{{{size - count - 1}}} {free_fraction}"
+        elif low is None and high is None and num_left:
+            more = f"[0-9]{{1,{num_left}}}"
+        elif num_left:
+            smallest = first if low is None else int(low[:1] or "0")
+            largest = 9 if high is None else int(high[:1] or "0")
+            groups: dict[tuple[str | None, str | None], list[int]] = {}
+            for digit in range(smallest, largest + 1):
+                left_low = low[1:] if low is not None and digit == smallest else None
+                left_high = high[1:] if high is not None and digit == largest else None
+                groups.setdefault((left_low, left_high), []).append(digit)
+            rests = {lefts: after(count + 1, size, *lefts) for lefts in groups}
+            more = any_of(rest and f"[{groups[lefts][0]}-{groups[lefts][-1]}] {rest}" for lefts, rest in rests.items())
+        if count == size and more:
+            more = f'"." {more}'
+        may_end = not is_whole and low is None and (high != "" or not excludes_high)
+        return (f"({more})?" if more else '""') if may_end else more
 
-        def rest(low: str | None, high: str | None) -> str | None:
-            more = self._fraction(low, high, num_left - 1)
-            if self._may_end(False if low is None else low, False if high is None else high):
-                return f"({more})?" if more else '""'
-            return more
-
-        return self._next_digit(low, high, 0, rest)
-
-    def _next_digit(
-        self, low: str | None, high: str | None, first: int, rest: Callable[[str | None, str | None], str | None]
-    ) -> str | None:
-        smallest = first if low is None else int(low[:1] or "0")
-        largest = 9 if high is None else int(high[:1] or "0")
-        groups: dict[tuple[str | None, str | None], list[int]] = {}
-        for digit in range(smallest, largest + 1):
-            left_low = low[1:] if low is not None and digit == smallest else None
-            left_high = high[1:] if high is not None and digit == largest else None
-            groups.setdefault((left_low, left_high), []).append(digit)
-        expressions = []
-        for lefts, digits in groups.items():
-            expression = rest(*lefts)
-            expressions.append(expression and f"[{digits[0]}-{digits[-1]}] {expression}")
-        return any_of(expressions)
-
-    def _may_end(self, low: "str | bool | None", high: "str | bool | None") -> bool:
-        """Whether nothing but zeros may follow. False: that bound is not tight."""
-        is_above = not isinstance(low, str) or (low == "" and not self._excludes_low)
-        return is_above and (not isinstance(high, str) or high != "" or not self._excludes_high)
-
-    def _free_fraction(self) -> str:
-        return f'("." [0-9]{{1,{self._num_fraction_digits}}})?' if self._num_fraction_digits else ""
+    expressions = [
+        after(
+            0, size, low_whole + low_fraction if size == len(low_whole) else None,
+            high_whole + high_fraction if size == len(high_whole) else None,
+        )
+        for size in range(len(low_whole), (len(high_whole) or len(low_whole)) + 1)
+    ]  # fmt: skip
+    if highest is None:
+        expressions.append(f"[1-9] [0-9]{{{len(low_whole)},}} {free_fraction}")
+    return any_of(expressions)

@@ -47,7 +47,7 @@ def encode(llm: LLM) -> torch.Tensor:
 @pytest.mark.parametrize("settings", [
     {},
     {"max_num_batched_tokens": 8, "max_num_seqs": 3},
-    {"long_prefill_token_threshold": 4, "max_num_partial_prefills": 2, "kv_cache_memory_bytes": 2**18},
+    {"long_prefill_token_threshold": 4, "kv_cache_memory_bytes": 2**18},
     {"scheduling_policy": "slo", "max_num_batched_tokens": 170},
     {"block_size": 8, "enforce_eager": True},
 ], ids=["default", "small budget", "few blocks", "slo", "blocks of 8"])  # fmt: skip

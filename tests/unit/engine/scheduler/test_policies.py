@@ -168,15 +168,8 @@ def test_second_long_prompt_waits_and_short_ones_pass_it_by() -> None:
     engine.run()
 
 
-@pytest.mark.parametrize(("limit", "long_limit"), [(1, 1), (2, 1), (3, 2), (4, 4)])
-def test_no_more_partial_prefills_than_allowed(limit: int, long_limit: int) -> None:
-    engine = Engine(
-        num_blocks=600,
-        max_num_batched_tokens=100,
-        long_prefill_token_threshold=20,
-        max_num_partial_prefills=limit,
-        max_long_partial_prefills=long_limit,
-    )
+def test_one_prompt_at_a_time_is_computed_in_part() -> None:
+    engine = Engine(num_blocks=600, max_num_batched_tokens=100, long_prefill_token_threshold=20)
     requests = [engine.add(f"r{i}", 30 + 13 * (i % 7)) for i in range(20)]
     most = 0
     while engine.scheduler.has_requests():
@@ -184,18 +177,8 @@ def test_no_more_partial_prefills_than_allowed(limit: int, long_limit: int) -> N
         partial = [r for r in requests if r.request_id in engine.scheduler.requests and
                    r.status is RequestStatus.RUNNING and r.num_output_tokens == 0]  # fmt: skip
         most = max(most, len(partial))
-        assert len(partial) <= limit
-    assert most == min(limit, long_limit), "all of these prompts are long"
+    assert most == 1
     assert engine.tokens == {request.request_id: undisturbed_output(request)[0] for request in requests}
-
-
-def test_several_partial_prefills_without_a_threshold_get_one_of_4_percent_of_the_context() -> None:
-    from quire_engine.config import SchedulerConfig
-
-    assert SchedulerConfig(max_num_partial_prefills=2).for_max_model_len(8192).long_prefill_token_threshold == 327
-    assert SchedulerConfig().for_max_model_len(8192).long_prefill_token_threshold == 0
-    config = SchedulerConfig(max_num_partial_prefills=2, long_prefill_token_threshold=9)
-    assert config.for_max_model_len(8192) is config
 
 
 # -- queue bound and delay, deadlines ----------------------------------------------------------------------------------

@@ -159,7 +159,6 @@ class Life:
         self.random = rng = random.Random(seed)
         self.now = 0.0
         threshold = rng.choice([0, 0, 3, 6])
-        num_partial = rng.choice([1, 2, 3])
         block_size = rng.choice([1, 2, 4])
         settings: dict[str, Any] = {
             "block_size": block_size,
@@ -169,8 +168,6 @@ class Life:
             "max_num_seqs": rng.randrange(1, 6),
             "max_num_batched_tokens": rng.choice([1, 4, 9, 32]),
             "long_prefill_token_threshold": threshold,
-            "max_num_partial_prefills": num_partial,
-            "max_long_partial_prefills": rng.randrange(1, num_partial + 1),
             "max_queued_requests": rng.choice([None, None, 0, 2, 6]),
             "max_queue_delay_ms": rng.choice([None, None, 30.0]),
         }
@@ -445,7 +442,7 @@ class Life:
         postponed = self.num_batches > 1  # a decode may wait for the next batch
         partial = [request for request in running if request.num_tokens - request.num_computed_tokens > postponed]
         if config.scheduling_policy != "slo":  # there some may pause
-            assert len(partial) <= config.max_num_partial_prefills
+            assert len(partial) <= 1
         keys = [(request.sampling_params.priority, request.arrival) for request in running]
         assert config.scheduling_policy != "priority" or keys == sorted(keys), "running is out of order"
 
