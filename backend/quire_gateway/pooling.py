@@ -55,23 +55,12 @@ class PoolingCall:
 
 def parse_embeddings(fields: Fields) -> PoolingCall:
     """The body of /v1/embeddings."""
-    model, texts, vector = take_model(fields), _take_input(fields), _take_encoding(fields)
-
-    def item(index: int, part: npt.NDArray[np.float32]) -> dict[str, Any]:
-        return {"object": "embedding", "index": index, "embedding": vector(part)}
-
-    return _call(fields, model, "embed", texts, lambda pooled: _list("embd", model, pooled, item))
+    return _vectors(fields, "embed", "embd", "embedding", "embedding")
 
 
 def parse_pooling(fields: Fields) -> PoolingCall:
     """The body of /pooling."""
-    model, texts, vector = take_model(fields), _take_input(fields), _take_encoding(fields)
-    task = fields.take_as(str, "task", "a string")
-
-    def item(index: int, part: npt.NDArray[np.float32]) -> dict[str, Any]:
-        return {"object": "pooling", "index": index, "data": vector(part)}
-
-    return _call(fields, model, task or "", texts, lambda pooled: _list("pool", model, pooled, item))
+    return _vectors(fields, fields.take_as(str, "task", "a string") or "", "pool", "pooling", "data")
 
 
 def parse_classify(fields: Fields) -> PoolingCall:
@@ -131,6 +120,16 @@ def parse_rerank(fields: Fields) -> PoolingCall:
         return {"id": _id("rerank"), "model": model, "results": results, "usage": _usage(pooled)}
 
     return _call(fields, model, "score", [query], render, texts, ("query", "documents"))
+
+
+def _vectors(fields: Fields, task: str, kind: str, what: str, under: str) -> PoolingCall:
+    """A body that asks for vectors; each is an object of the kind `what`, and stands under the name `under`."""
+    model, texts, vector = take_model(fields), _take_input(fields), _take_encoding(fields)
+
+    def item(index: int, part: npt.NDArray[np.float32]) -> dict[str, Any]:
+        return {"object": what, "index": index, under: vector(part)}
+
+    return _call(fields, model, task, texts, lambda pooled: _list(kind, model, pooled, item))
 
 
 def _call(
