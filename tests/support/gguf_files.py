@@ -20,15 +20,17 @@ __all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
 
 ARCHITECTURES = {
     "bamba": "granitehybrid", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "falcon_h1": "falcon-h1",
-    "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
-    "granite": "granite", "granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid",
-    "granitemoeshared": "granitemoe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "llama": "llama", "ministral3": "mistral3",
-    "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen2_moe": "qwen2moe",
-    "qwen3": "qwen3", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
-    "qwen3_next": "qwen3next", "smollm3": "smollm3",
+    "falcon_mamba": "mamba", "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite",
+    "granitemoe": "granitemoe", "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe", "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe", "llama": "llama", "mamba": "mamba", "mamba2": "mamba2", "ministral3": "mistral3",
+    "mixtral": "llama", "nemotron_h": "nemotron_h", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3",
+    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next", "smollm3": "smollm3",
 }  # fmt: skip
 """`model_type` → llama.cpp's name."""
-_PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3")
+_NEMOTRONS, _ALONE = ("nemotron_h", "nemotron_h_moe"), ("mamba", "mamba2")
+_PERMUTED = ("llama", "granite", "granitehybrid", "granitemoe", "mistral3", "smollm3", *_NEMOTRONS)
 _RECURRENT = {"conv", "linear_attention", "mamba"}
 """Kinds of layers."""
 _TILED = ("qwen35", "qwen35moe")
@@ -47,6 +49,8 @@ _STATE_SIZES = {
         ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head"),
     ),
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA),
+    **dict.fromkeys(_NEMOTRONS, ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")),
+    "mamba2": ("conv_kernel", "state_size", "n_groups", "num_heads", "head_dim"),
 }  # fmt: skip
 """Of a configuration: the convolution's width, the state's size, groups, heads, and a head's size."""
 _MTP_NAMES = {
@@ -96,14 +100,16 @@ def write_gguf(
     arch = ARCHITECTURES[config["model_type"]]
     if arch == "granitehybrid" and not _RECURRENT.intersection(config["layer_types"]):
         arch = "granitemoe" if config["num_local_experts"] else "granite"
+    if arch == "nemotron_h" and "moe" in config["layers_block_type"]:
+        arch = "nemotron_h_moe"
     writer = gguf.GGUFWriter(str(file), arch, split_max_tensors=split)
     split_name = "lfm2" if arch.startswith("lfm2") else "gpt-2"
     _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), split_name)
     weights = load_file(folder / "model.safetensors")
     texts = {name: one for name, one in weights.items() if "vision" not in name}
-    behind = "mtp.", f"model.layers.{config['num_hidden_layers']}."
-    num_mtp = int(any(name.startswith(behind) for name in weights))
-    num_layers = config["num_hidden_layers"] + num_mtp
+    num_layers = len(config["layers_block_type"]) if arch in _NEMOTRONS else config["num_hidden_layers"]
+    num_mtp = int(any(name.startswith(("mtp.", f"model.layers.{num_layers}.")) for name in weights))
+    num_layers += num_mtp
     if num_mtp:
         writer.add_nextn_predict_layers(num_mtp)
     writer.add_block_count(num_layers)
@@ -116,6 +122,10 @@ def write_gguf(
 
     def name_of(own: str) -> str:
         own = own.replace("language_model.", "")
+        if ".mixer.experts." in own:
+            own = own.replace("backbone.", "model.").replace("mixer", "mlp")
+        elif arch in (*_NEMOTRONS, *_ALONE) and own.startswith("model."):
+            own = own.replace("model.", "backbone.", 1)
         if own.startswith("mtp."):
             number, part = config["num_hidden_layers"], own.split(".")[1]
             if part in _MTP_NAMES:
@@ -135,7 +145,7 @@ def write_gguf(
                 stored = _swapped(stored, 1, *sizes)
             else:
                 weights[name] = _swapped(weights[name], 1, *sizes[::-1])
-        if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+        if expert := re.fullmatch(r"(.*\.(?:experts|altup_(?:unembed_)?projections))\.(\d+)\.(.*)", name):
             stacks.setdefault((f"{expert[1]}.{expert[3]}", kind), {})[int(expert[2])] = stored
             continue
         for own, piece in _converted(name, stored, config, arch, latent_split):
@@ -191,7 +201,7 @@ def _converted(
     if arch == "falcon-h1":
         tensor = _multiplied(name, tensor, config)
     layer = name.rpartition(".self_attn.")[0] or name.rpartition(".mlp.")[0]
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
+    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
     part = name.split(".")[-2]
     if part in heads and arch in _PERMUTED:
         return [(name, tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2))]
@@ -228,12 +238,12 @@ def _converted(
         return [(name, tensor.squeeze(1))]
     if name.endswith("A_log"):
         tensor = -tensor.exp()
-    if arch in ("falcon-h1", "granitehybrid") and name.endswith((".A_log", ".D")):
+    if arch in ("falcon-h1", "granitehybrid", "mamba2", *_NEMOTRONS) and name.endswith((".A_log", ".D")):
         return [(name, tensor[:, None])]
     if name.endswith("dt_bias"):
         return [(name.replace("dt_bias", "dt_proj.bias"), tensor)]
-    if name.endswith("mamba.norm.weight"):
-        return [(name, tensor.view(config["mamba_n_groups"], -1))]
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return [(name, tensor.view(config[_STATE_SIZES[arch][2]], -1))]
     if part == "in_proj_qkvz":
         keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
         values *= config["linear_num_value_heads"] // config["linear_num_key_heads"]
@@ -255,7 +265,7 @@ def _converted(
         return [(f"{name}.weight", tensor)]
     if name.endswith("e_score_correction_bias"):
         return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
-    if name.endswith("layer_scalar"):
+    if name.endswith(("layer_scalar", ".correct_output_scale")):
         return [(f"{name}.weight", tensor)]
     if name.endswith((".router.scale", ".per_expert_scale")):
         layer = name.partition(".router.")[0].replace("model.layers", "blk")
@@ -266,14 +276,18 @@ def _converted(
 
 
 def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str, num_mtp: int) -> None:
-    heads, latent = config["num_attention_heads"], arch == "deepseek2"
-    writer.add_context_length(1 << 20 if arch == "granitehybrid" else config["max_position_embeddings"])
+    heads, latent = config.get("num_attention_heads", 0), arch == "deepseek2"
+    has_no_length = arch in ("granitehybrid", *_ALONE)
+    writer.add_context_length(1 << 20 if has_no_length else config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(heads)
     if arch in ("granitehybrid", "lfm2", "lfm2moe"):
         kv_heads = config["num_key_value_heads"]
         writer.add_head_count_kv([0 if kind in _RECURRENT else kv_heads for kind in config["layer_types"]])
-    elif arch != "gemma4":
+    elif arch in _NEMOTRONS:
+        kv_heads = config["num_key_value_heads"]
+        writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in config["layers_block_type"]])
+    elif arch not in ("gemma4", *_ALONE):
         writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
     if arch in _STATE_SIZES:
         conv, state, groups, heads_of_states, head_size = (config[name] for name in _STATE_SIZES[arch])
@@ -282,6 +296,12 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
         writer.add_ssm_group_count(groups)
         writer.add_ssm_time_step_rank(heads_of_states)
         writer.add_ssm_inner_size(heads_of_states * head_size)
+    if arch == "mamba":
+        writer.add_ssm_conv_kernel(config["conv_kernel"])
+        writer.add_ssm_state_size(config["state_size"])
+        writer.add_ssm_time_step_rank(config["time_step_rank"])
+        writer.add_ssm_inner_size(config["intermediate_size"])
+        writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
     if arch == "granitehybrid":
         writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
     if arch in _TILED:
@@ -301,13 +321,22 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
         size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
     if arch == "gemma4":
         size = _write_gemma4(writer, config)
-    if size:
-        writer.add_feed_forward_length(size)
-    writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
+    if arch == "gemma3n":
+        _write_gemma3n(writer, config)
+    if arch in _NEMOTRONS:
+        size = _write_nemotron(writer, config, arch)
+    if size or arch in _ALONE:
+        writer.add_feed_forward_length(0 if arch in _ALONE else size)
+    writer.add_layer_norm_rms_eps(
+        next(config[name] for name in ("norm_eps", "layer_norm_epsilon", "rms_norm_eps") if name in config)
+    )
+    if arch in _ALONE:
+        return
     if config.get("head_dim") and not latent and arch != "gemma4":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    _write_rope(writer, config, arch)
+    if arch not in _NEMOTRONS:
+        _write_rope(writer, config, arch)
     for name, add in (
         ("num_experts_per_tok", writer.add_expert_used_count), ("top_k_experts", writer.add_expert_used_count),
         ("sliding_window", writer.add_sliding_window),
@@ -329,12 +358,14 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if arch in ("deepseek2", "glm4moe"):
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if arch in ("deepseek2", "glm4moe", "nemotron_h_moe"):
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if arch == "glm4moe":
+    if arch in ("glm4moe", "nemotron_h_moe"):
         writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if arch == "glm4moe":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if latent:
         rope, nope, value = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
@@ -348,6 +379,27 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str,
         is_v3 = config["model_type"] == "deepseek_v3"
         writer.add_expert_weights_norm(config["norm_topk_prob"] if is_v3 else False)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+
+
+def _write_nemotron(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -> list[int]:
+    """The fields that only Nemotron-H has. Returns the sizes of feed-forwards."""
+    kind, size = ("moe", "moe_intermediate_size") if arch == "nemotron_h_moe" else ("mlp", "intermediate_size")
+    if kind == "moe":
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        if config["moe_latent_size"] is not None:
+            writer.add_moe_latent_size(config["moe_latent_size"])
+    return [config[size] * (one == kind) for one in config["layers_block_type"]]
+
+
+def _write_gemma3n(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """The fields that only Gemma 3n has."""
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
 def _write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> list[int] | int:
@@ -377,7 +429,7 @@ def _write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> list[in
 def _write_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        if arch in ("gemma3", "gemma4"):
+        if arch in ("gemma3", "gemma3n", "gemma4"):
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -9,29 +9,40 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import StoredTensor
 from quire_engine.models.checkpoints.files import brief
-from quire_engine.models.checkpoints.gguf_states import LFMS, is_of_state, split_rows, state_fields, state_parts
-from quire_engine.models.checkpoints.gguf_types import Array, ModelValues
+from quire_engine.models.checkpoints.gguf_states import (
+    ALONE,
+    LFMS,
+    NEMOTRONS,
+    is_of_state,
+    split_rows,
+    state_fields,
+    state_parts,
+)
+from quire_engine.models.checkpoints.gguf_types import FORMATS, Array, ModelValues
 
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "falcon-h1": "FalconH1ForCausalLM", "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM", "gemma4": "Gemma4ForCausalLM", "glm4moe": "Glm4MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM", "gemma3n": "Gemma3nForCausalLM", "gemma4": "Gemma4ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM", "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
-    "llama": "LlamaForCausalLM", "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM",
+    "mistral3": "MistralForCausalLM", **dict.fromkeys(NEMOTRONS, "NemotronHForCausalLM"), "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "qwen35": "Qwen3_5ForCausalLM", "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM", "qwen3next": "Qwen3NextForCausalLM", "qwen3vl": "Qwen3ForCausalLM",
     "qwen3vlmoe": "Qwen3MoeForCausalLM", "smollm3": "SmolLM3ForCausalLM",
 }  # fmt: skip
 """llama.cpp's name → transformers'; see `_architecture`."""
-INTERLEAVED = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
+INTERLEAVED = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", *NEMOTRONS, "smollm3")
 """Architectures whose queries and keys llama.cpp reorders: rows that are rotated together are side by side."""
-GEMMAS = ("gemma2", "gemma3", "gemma4")
+GEMMAS = ("gemma2", "gemma3", "gemma3n", "gemma4")
 WHOLE = {
     "token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm",
     "per_layer_token_embd": "embed_tokens_per_layer", "per_layer_model_proj": "per_layer_model_projection",
@@ -48,17 +59,34 @@ LAYER = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj",
 }  # fmt: skip
 """The tensors of a layer that are one tensor here and there."""
+LAYER_INPUTS = {
+    "inp_gate.weight": "per_layer_input_gate.weight", "proj.weight": "per_layer_projection.weight",
+    "post_norm.weight": "post_per_layer_input_norm.weight",
+}  # fmt: skip
+GEMMA3N_LAYER = {
+    **LAYER_INPUTS,
+    "altup_correct_coef.weight": "altup.correction_coefs.weight",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef.weight": "altup.prediction_coefs.weight",
+    "altup_router.weight": "altup.modality_router.weight", "altup_router_norm.weight": "altup.router_norm.weight",
+    "laurel_l.weight": "laurel.linear_left.weight", "laurel_r.weight": "laurel.linear_right.weight",
+    "laurel_post_norm.weight": "laurel.post_laurel_norm.weight",
+}  # fmt: skip
+"""Those that Gemma 3n has besides."""
+STREAMS = {"altup_proj": "altup_projections", "altup_unembd_proj": "altup_unembed_projections"}
+"""Stacks of its projections of streams."""
 GEMMA4_LAYER = {
-    "layer_output_scale.weight": "layer_scalar", "inp_gate.weight": "per_layer_input_gate.weight",
-    "proj.weight": "per_layer_projection.weight", "post_norm.weight": "post_per_layer_input_norm.weight",
+    **LAYER_INPUTS, "layer_output_scale.weight": "layer_scalar",
     "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
     "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
     "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight", "ffn_gate_inp.weight": "moe.gate.weight",
     "ffn_gate_inp.scale": "moe.gate_norm.weight", "ffn_down_exps.scale": "moe.expert_scale.weight",
 }  # fmt: skip
 """Those that Gemma 4 has besides, or instead."""
+OTHER_LAYERS = {"gemma3n": GEMMA3N_LAYER, "gemma4": GEMMA4_LAYER}
 EXPERTS = {
     "ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",),
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
@@ -154,7 +182,10 @@ class Metadata(ModelValues):
             "final_logit_softcapping": get("final_logit_softcapping"),
         }
         if self.kind in GEMMAS:
-            fields |= self._gemma4() if self.kind == "gemma4" else self._gemma()
+            one = {"gemma3n": self._gemma3n, "gemma4": self._gemma4}.get(self.kind, self._gemma)
+            fields |= one()
+        if self.kind in NEMOTRONS:
+            fields |= self._balanced()
         if self.kind == "glm4moe":
             fields |= {**self._balanced(), "use_qk_norm": self.has_any(".attn_q_norm.weight")}
         if self.kind == "gpt-oss":
@@ -166,6 +197,8 @@ class Metadata(ModelValues):
     def _architecture(self) -> str:
         if self.kind == "llama" and self.get("expert_count"):
             return "MixtralForCausalLM"
+        if self.kind == "mamba" and self.get("ssm.dt_b_c_rms"):
+            return "FalconMambaForCausalLM"
         if self.kind == "mistral3" and self.get("attention.temperature_scale"):
             return "Ministral3ForCausalLM"
         if self.kind == "olmo2" and self.get("attention.sliding_window"):
@@ -194,6 +227,25 @@ class Metadata(ModelValues):
         if is_27b:
             size = self.size("embedding_length") // self.size("attention.head_count")
         return {**fields, "query_pre_attn_scalar": size, "rope_local_base_freq": self.get("rope.freq_base_swa", 1e4)}
+
+    def _gemma3n(self) -> dict[str, Any]:
+        """Of the sparsity the file has quantiles of the normal distribution, in float32."""
+        get, windows, normal = self.get, self.per_layer("attention.sliding_window_pattern"), NormalDist()
+        sizes, scales = get("feed_forward_length"), get("activation_sparsity_scale")
+        laurel, inputs = (self.stored.get(f"{one}.weight") for one in ("blk.0.laurel_l", "per_layer_token_embd"))
+        known = isinstance(scales, Array) and scales.kind in FORMATS and scales.count <= len(windows)
+        return {
+            "layer_types": ["sliding_attention" if one else "full_attention" for one in windows],
+            "intermediate_size": self.per_layer("feed_forward_length") if isinstance(sizes, Array) else sizes,
+            "activation_sparsity_pattern": [round(normal.cdf(one), 6) for one in scales.read()] if known else None,
+            "rope_local_base_freq": get("rope.freq_base_swa", 1e4),
+            "num_kv_shared_layers": get("attention.shared_kv_layers", 0),
+            "hidden_size_per_layer_input": get("embedding_length_per_layer_input"),
+            "vocab_size_per_layer_input": None if inputs is None else inputs.shape[0],
+            "altup_num_inputs": get("altup.num_inputs"),
+            "altup_active_idx": get("altup.active_idx"),
+            "laurel_rank": None if laurel is None else laurel.shape[0],
+        }
 
     def _gemma4(self) -> dict[str, Any]:
         """Layers that see all keys have sizes of their own."""
@@ -224,7 +276,7 @@ class Metadata(ModelValues):
         }
 
     def _balanced(self) -> dict[str, Any]:
-        """DeepSeek's choice of experts."""
+        """A choice of experts as DeepSeek-V3 makes it."""
         return {
             "first_k_dense_replace": self.get("leading_dense_block_count", 0),
             "n_shared_experts": self.get("expert_shared_count"),
@@ -257,6 +309,8 @@ class Metadata(ModelValues):
 
     def _rope(self) -> dict[str, Any]:
         get = self.get
+        if self.kind in ALONE:
+            return {}
         rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
         if self.kind == "gemma4":
             freqs = self.stored.get("rope_freqs.weight")
@@ -302,7 +356,7 @@ class Metadata(ModelValues):
         part = name.split(".")[2:3]
         if self.kind not in INTERLEAVED or part not in (["attn_q"], ["attn_k"]):
             return None
-        if part == ["attn_k"] and self.kind == "granitehybrid":
+        if part == ["attn_k"] and self.kind in ("granitehybrid", *NEMOTRONS):
             return max(self.kv_heads)
         return self.size("attention.head_count" if part == ["attn_q"] else "attention.head_count_kv")
 
@@ -324,6 +378,8 @@ class Metadata(ModelValues):
             return {f"{WHOLE[whole]}.{kind}": tensor}
         if whole == "token_embd_norm" and self.kind in LFMS:  # what the last norm is called
             return {f"norm.{kind}": tensor}
+        if whole in STREAMS and self.kind == "gemma3n" and len(tensor.shape) == 3:
+            return self._stack(STREAMS[whole], kind, ("",), tensor)
         match = re.fullmatch(r"blk\.(\d{1,5})\.(?:([\w.]+)\.(?:weight|bias|scale)|(ssm_[ad]|ffn_norm))", name)
         if match is None:
             return {name: tensor}
@@ -335,11 +391,11 @@ class Metadata(ModelValues):
                 return {f"{'mtp' if number == num_layers else layer}.{NEXTN[part]}.{kind}": tensor}
         if is_of_state(self.kind, part):
             return state_parts(self, layer, part, kind, tensor)
-        if self.kind == "gemma4" and f"{part}.{kind}" in GEMMA4_LAYER:
-            return {f"{layer}.{GEMMA4_LAYER[f'{part}.{kind}']}": tensor}
+        if own := OTHER_LAYERS.get(self.kind, {}).get(f"{part}.{kind}"):
+            return {f"{layer}.{own}": tensor}
         if part in EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             module = "moe" if self.kind == "gemma4" else "mlp"
-            return self._experts(f"{layer}.{module}.experts", kind, EXPERTS[part], tensor)
+            return self._stack(f"{layer}.{module}.experts", kind, tuple(f".{one}" for one in EXPERTS[part]), tensor)
         if self.kind == "phi3" and part == "attn_qkv":
             heads, kv_heads = self.size("attention.head_count"), self.size("attention.head_count_kv")
             names = [f"{layer}.self_attn.{one}_proj.{kind}" for one in "qkv"]
@@ -374,20 +430,17 @@ class Metadata(ModelValues):
                 return {f"{layer}.pre_feedforward_layernorm.weight": tensor}
         return {f"{layer}.{LAYER[part]}.{kind}" if part in LAYER else name: tensor}
 
-    def _experts(
-        self, prefix: str, kind: str, projections: tuple[str, ...], stack: StoredTensor
-    ) -> dict[str, StoredTensor]:
+    def _stack(self, prefix: str, kind: str, parts: tuple[str, ...], stack: StoredTensor) -> dict[str, StoredTensor]:
+        """Matrices of a stack, each of some parts, one after the other."""
         number, rows, *columns = stack.shape
         if number > MAX_EXPERTS:
             raise CheckpointError(f"{stack.path}: {stack.name} is of {number} experts; at most {MAX_EXPERTS} are read")
-        each = rows // len(projections)
-        piece = dataclasses.replace(
-            stack, shape=(each, *columns), num_bytes=stack.num_bytes // number // len(projections)
-        )
+        each = rows // len(parts)
+        piece = dataclasses.replace(stack, shape=(each, *columns), num_bytes=stack.num_bytes // number // len(parts))
         return {
-            f"{prefix}.{expert}.{projection}.{kind}": dataclasses.replace(piece, first_row=i * each, matrix=expert)
-            for expert in range(number)
-            for i, projection in enumerate(projections)
+            f"{prefix}.{matrix}{part}.{kind}": dataclasses.replace(piece, first_row=i * each, matrix=matrix)
+            for matrix in range(number)
+            for i, part in enumerate(parts)
         }
 
     def _joined(self, keys: StoredTensor) -> StoredTensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import StoredTensor
-from quire_engine.models.checkpoints.gguf_types import BLOCKS, ModelValues
+from quire_engine.models.checkpoints.gguf_types import BLOCKS, Array, ModelValues
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,15 @@ if TYPE_CHECKING:
 LFMS = ("lfm2", "lfm2moe")
 TILED = ("qwen35", "qwen35moe")
 """Architectures whose heads of values are reordered."""
-MAMBAS = ("falcon-h1", "granitehybrid")
-MODULES = {**dict.fromkeys(MAMBAS, "mamba"), **dict.fromkeys(("qwen3next", *TILED), "linear_attn")}
+NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
+ALONE = ("mamba", "mamba2")
+"""Architectures without attention."""
+MAMBAS = ("falcon-h1", "granitehybrid", "mamba2", *NEMOTRONS)
+"""Those with Mamba-2."""
+MODULES = {
+    **dict.fromkeys(MAMBAS, "mamba"), **dict.fromkeys(("qwen3next", *TILED), "linear_attn"),
+    **dict.fromkeys((*ALONE, *NEMOTRONS), "mixer"),
+}  # fmt: skip
 """Architectures with `ssm_` tensors, and what transformers calls the module that they are of."""
 PROJECTIONS = {"attn_gate": "z_proj", "ssm_alpha": "a_proj", "ssm_beta": "b_proj", "ssm_out": "out_proj"}
 """The projections of gated delta rules that are one tensor here and there."""
@@ -44,6 +51,10 @@ def state_fields(metadata: ModelValues) -> dict[str, Any]:
             "mamba_norm_before_gate": False,  # as llama.cpp computes
             "projectors_bias": metadata.has_any(".ssm_out.bias"),
         }
+    if metadata.kind in ALONE:
+        return _alone(metadata)
+    if metadata.kind in NEMOTRONS:
+        return _nemotron(metadata)
     return _gated_delta(metadata) if metadata.kind in MODULES else {}
 
 
@@ -59,6 +70,49 @@ def _lfm(metadata: ModelValues) -> dict[str, Any]:
         "norm_topk_prob": True,
         "routed_scaling_factor": metadata.get("expert_weights_scale") or 1.0,
     }
+
+
+def _alone(metadata: ModelValues) -> dict[str, Any]:
+    """Mamba, and Mamba-2. llama.cpp writes no heads of attention, and a feed-forward of size 0."""
+    get, inner, rank = metadata.get, metadata.size("ssm.inner_size"), metadata.size("ssm.time_step_rank")
+    fields = {
+        "num_attention_heads": None,
+        "num_key_value_heads": None,
+        "intermediate_size": inner,
+        "state_size": get("ssm.state_size"),
+        "conv_kernel": get("ssm.conv_kernel"),
+        "use_bias": metadata.has_any(".ssm_in.bias"),
+        "use_conv_bias": metadata.has_any(".ssm_conv1d.bias"),
+    }
+    if metadata.kind == "mamba":
+        return {**fields, "time_step_rank": rank}
+    return {**fields, "num_heads": rank, "head_dim": inner // rank, "n_groups": get("ssm.group_count")}
+
+
+def _nemotron(metadata: ModelValues) -> dict[str, Any]:
+    """A layer without heads of keys has states, experts or a feed-forward, by its tensors."""
+    get, letters = metadata.get, {"ssm_in.weight": "M", "ffn_gate_inp.weight": "E"}
+    num_heads = metadata.size("ssm.time_step_rank")
+    sizes = get("feed_forward_length")
+    return {
+        "hybrid_override_pattern": "".join(
+            "*" if heads else
+            next((one for end, one in letters.items() if f"blk.{number}.{end}" in metadata.stored), "-")
+            for number, heads in enumerate(metadata.kv_heads)
+        ),
+        "num_key_value_heads": max(metadata.kv_heads) or None,
+        "intermediate_size": max(metadata.per_layer("feed_forward_length")) if isinstance(sizes, Array) else sizes,
+        "mlp_bias": metadata.has_any(".ffn_up.bias"),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": metadata.size("ssm.inner_size") // num_heads,
+        "n_groups": get("ssm.group_count"),
+        "ssm_state_size": get("ssm.state_size"),
+        "conv_kernel": get("ssm.conv_kernel"),
+        "use_conv_bias": metadata.has_any(".ssm_conv1d.bias"),
+        "use_bias": metadata.has_any(".ssm_in.bias"),
+        "moe_shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+        "moe_latent_size": get("moe_latent_size"),
+    }  # fmt: skip
 
 
 def _mamba(metadata: ModelValues) -> dict[str, Any]:
@@ -128,6 +182,8 @@ def state_parts(
         case "ssm_a" | "ssm_d", _:  # [H, 1]
             flat = dataclasses.replace(tensor, shape=(rows,)) if tensor.shape[1:] == (1,) else tensor
             return {f"{module}.{'A_log' if part == 'ssm_a' else 'D'}": flat}
+        case ("ssm_dt" | "ssm_x", _) if metadata.kind == "mamba":
+            return {f"{module}.{part.removeprefix('ssm_')}_proj.{kind}": tensor}
         case "ssm_dt", "bias":
             return {f"{module}.dt_bias": tensor}
         case "ssm_conv1d", "weight" if len(tensor.shape) == 2:
@@ -144,6 +200,8 @@ def state_parts(
             return {f"{layer}.mixer.{PROJECTIONS[part]}.{kind}": tensor}
         case "ssm_ba", "weight":
             return split_rows(tensor, {f"{layer}.mixer.{one}_proj.weight": 1 for one in "ba"})
+        case "ssm_in", _ if metadata.kind == "mamba":
+            return split_rows(tensor, {f"{layer}.mixer.{one}_proj.{kind}": 1 for one in "uz"})
         case "ssm_in", _ if metadata.kind in MAMBAS:
             size, heads = metadata.size("ssm.inner_size"), metadata.size("ssm.time_step_rank")
             group_size = metadata.size("ssm.group_count") * metadata.size("ssm.state_size")

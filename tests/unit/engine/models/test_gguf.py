@@ -31,7 +31,7 @@ from quire_engine.models.mtp import load_mtp
 from safetensors.torch import save_file
 from support.every_kind import core_of
 from support.gguf_files import gguf_file, random_blocks, text, write_gguf
-from support.oracle import CHECKPOINTS, make_checkpoint
+from support.oracle import CHECKPOINTS, VOCAB_SIZE, make_checkpoint
 from support.ranks import ThreadExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-5-moe": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "num_hidden_layers": 7},
+    "gemma3n": {"vocab_size_per_layer_input": VOCAB_SIZE},  # llama.cpp's has all rows
     "gemma4": {},
     "gemma4-moe": {},
     "gemma4-conditional": {},
@@ -75,6 +76,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite-hybrid": {"mamba_n_groups": 2},
     "lfm2": {},
     "lfm2-moe": {},
+    "mamba": {},
+    "mamba2": {},
+    "nemotron-h": {"hybrid_override_pattern": "MEM*EM"},
+    "nemotron-h-latent": {},
 }  # fmt: skip
 """Checkpoints of the oracle, without what no GGUF file can say."""
 
@@ -149,9 +154,11 @@ def test_an_architecture_generates_what_it_does_from_safetensors(
     [
         ("granite-hybrid-dense", {"intermediate_size": 100}, "GraniteForCausalLM"),
         ("bamba", {}, "GraniteMoeHybridForCausalLM"),
+        ("falcon-mamba", {}, "FalconMambaForCausalLM"),
+        ("nemotron-h", {"hybrid_override_pattern": "M-M*-"}, "NemotronHForCausalLM"),
     ],
 )
-def test_a_hybrid_may_be_written_as_another_architecture(
+def test_an_architecture_may_be_written_as_others(
     name: str, changes: dict[str, Any], architecture: str, make: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, file = make(name, **changes), tmp_path / "model.gguf"
@@ -244,6 +251,13 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"global_head_dim": 128, "moe_intermediate_size": 256},
     "granite-hybrid": {"mamba_n_heads": 8, "mamba_d_head": 64},
     "lfm2-moe": {"moe_intermediate_size": 256},
+    "nemotron-h": {
+        "hybrid_override_pattern": "ME*",
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+    },
     "qwen3-moe": {"moe_intermediate_size": 256},
     "qwen3-next": FAMILIES["qwen3-next"],
     "qwen3-5": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 128},
@@ -270,10 +284,14 @@ PARTS = {"self_attn.qkv_proj", "mixer.in_proj", "mixer.gate_proj", "mixer.out_pr
         ("qwen3-5", {"0.linear_attn.out_proj.weight": "Q5_K", "1.linear_attn.out_proj.weight": "Q6_K",
                      "3.linear_attn.out_proj.weight": "Q8_0", "in_proj_qkv.weight": "Q4_K", "in_proj_z.weight": "Q6_K",
                      "in_proj_a.weight": "Q8_0", "in_proj_b.weight": "Q8_0"}),
+        ("mamba", {"in_proj.weight": "Q4_K", "x_proj.weight": "Q8_0", "out_proj.weight": "Q6_K",
+                   "embeddings.weight": "Q5_K"}),
+        ("nemotron-h", {"in_proj.weight": "Q5_0", "out_proj.weight": "Q8_0", "q_proj.weight": "Q4_K",
+                        "k_proj.weight": "Q6_K", "up_proj.weight": "Q4_K", "down_proj.weight": "Q5_K"}),
         ("gemma4-moe", {"experts.gate_up_proj": "Q4_K", "experts.down_proj": "Q8_0", "proj.weight": "Q5_0"}),
     ],
-    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba", "delta", "tiled-delta",
-         "stacked-experts"],
+    ids=["uniform", "mixed", "mixed-untied", "biased", "experts", "convolutions", "mamba-2", "delta", "tiled-delta",
+         "mamba", "nemotron", "stacked-experts"],
 )  # fmt: skip
 def test_quantised_weights_are_the_numbers_that_they_stand_for(
     name: str, kinds: dict[str, str], make: Callable[..., Path], tmp_path: Path
