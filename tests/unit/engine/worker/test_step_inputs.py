@@ -139,3 +139,20 @@ def test_states_are_laid_out_as_a_loop_over_the_tokens_says(seed: int) -> None:
         computed = [random.randint(end - count, end) for end, count in zip(ends, drafts, strict=True)]
         if max(computed) == MAX_MODEL_LEN:
             break
+
+
+@pytest.mark.parametrize(("most", "expected"), [(5, ["a", "bc", "d"]), (6, ["a", "bc", "d"]), (8, ["ab", "cd"])])
+def test_parts_of_a_step(most: int, expected: list[str]) -> None:
+    """Each is what a step of its requests alone has."""
+    batch, lengths = make_batch(), {"a": 5, "b": 3, "c": 2, "d": 4}
+    for number, (name, length) in enumerate(lengths.items()):
+        add_request(batch, name, [10 * number + i for i in range(length)], [number])
+    whole, end = step(batch, lengths, {}), 0
+    for names, (rows, part) in zip(expected, whole.split(most), strict=True):
+        alone = step(batch, {name: lengths[name] for name in names}, {})
+        for field in fields(part):
+            own, wanted = getattr(part, field.name), getattr(alone, field.name)
+            assert np.array_equal(np.array(own), np.array(wanted)), field.name
+        assert (rows.start, rows.stop) == (end, end + len(part.token_ids))
+        end = rows.stop
+    assert end == len(whole.token_ids)
