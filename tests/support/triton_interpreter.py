@@ -1,5 +1,6 @@
 """Triton's interpreter as tests use it: a row's product is its own to the last bit, and calls cost less."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,8 @@ def interpreted_kernels() -> Iterator[None]:
     """Ops on CPU tensors compute with the kernels in the Triton language, in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch, _language_patched_once(patch):
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+        patch.setattr(interpreter, "_get_np_dtype", _np_dtype)
+        patch.setattr(interpreter, "_convert_float", _convert_float)
         # Overflows of integers are looked for in int64, and then told to nobody.
         options = interpreter.interpreter_builder.options
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
@@ -43,6 +46,25 @@ def _dot(self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_
         factors.append(data.astype(accumulator.data.dtype, order="C"))
     product = np.einsum("mk,kn->mn", *factors, optimize=False)
     return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+
+
+_np_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
+
+
+def _np_dtype(tt_dtype: Any) -> "np.dtype[Any]":
+    """The interpreter's own makes a table of all dtypes at each call."""
+    scalar = tt_dtype.scalar
+    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtype_of_scalar(scalar)
+
+
+_convert_any_float = interpreter._convert_float
+
+
+def _convert_float(numbers: Any, given: Any, wanted: Any, rounding_mode: Any) -> Any:
+    """The interpreter's own takes numbers apart, which are the same bits here, with zeros behind them."""
+    if given == tl.bfloat16 and wanted == tl.float32:
+        return numbers.astype(np.uint32) << 16
+    return _convert_any_float(numbers, given, wanted, rounding_mode)
 
 
 @contextmanager

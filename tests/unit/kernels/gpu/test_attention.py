@@ -203,8 +203,14 @@ def test_programs_share_the_keys_evenly(device: torch.device, monkeypatch: pytes
     assert min(keys) > padded / len(keys) - attention.MIN_SPLIT
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (1, None), (33, None), (20, 5.0)])
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "window", "soft_cap"),
+    [
+        (FP32, None, None), (FP32, 1, None), (FP32, 33, None), (FP32, 20, 5.0), (BF16, None, None), (BF16, 20, 5.0),
+        *[(FP16, 33, None)] * torch.cuda.is_available(),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_rows_see_both_sides(
     dtype: torch.dtype, window: int | None, soft_cap: float | None, device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -214,12 +220,12 @@ def test_rows_see_both_sides(
     from quire_kernels.gpu import attention
 
     monkeypatch.setattr(attention, "PREFILL_SPLIT", 64)
-    batch = make_batch([(1, 1), (5, 5), (40, 40), (150, 150), (9, 70)], 4, 2, 64, 16, dtype, device)
+    batch = make_batch([(1, 1), (5, 5), (100, 100), (9, 70)], 4, 2, 64, 16, dtype, device)
     options = {"window": window, "soft_cap": soft_cap, "is_causal": False}
     together = batch.attend(**options)
     assert_near(together, batch.dense(**options))
     starts = batch.query_start_loc.tolist()
-    for s in range(5):
+    for s in range(4):
         assert torch.equal(batch.attend([s], **options), together[starts[s] : starts[s + 1]]), s
     monkeypatch.setattr(attention, "_num_programs", lambda device: 1)
     assert torch.equal(batch.attend(**options), together)
@@ -364,9 +370,14 @@ def test_no_sequence_has_a_row(device: torch.device) -> None:
     assert batch.attend().shape == (0, 4, 64)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize(("head_size", "value_size"), [(80, 64), (48, 34), (144, 128), (24, 24)])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "value_size", "window"),
+    [
+        (FP32, 80, 64, 40), (FP32, 48, 34, None), (FP32, 144, 128, None), (FP32, 24, 24, 40),
+        (BF16, 80, 64, None), (BF16, 144, 128, 40),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_values_that_are_a_part_of_the_keys(
     dtype: torch.dtype, head_size: int, value_size: int, window: int | None, device: torch.device,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,11 +1,15 @@
 """Rotary embedding with the cache write, and copies of the cache's blocks, against plain torch."""
 
+from itertools import product
+
 import pytest
 import torch
 from quire_kernels import rms_norm, rope_and_cache
 from quire_kernels.kv_cache import new_kv_cache
+from support.full import pairs
 
 FP8 = torch.float8_e4m3fn
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #                                   H  K  D  block size
 SHAPES = [(4, 2, 64, 16), (9, 3, 80, 32), (3, 3, 96, 16), (20, 10, 128, 128), (8, 1, 256, 32), (2, 1, 6, 1)]
 
@@ -20,14 +24,14 @@ def rotated(x: torch.Tensor, weight: torch.Tensor | None, angles: torch.Tensor) 
     return torch.cat((turned.real, turned.imag), -1)
 
 
-@pytest.mark.parametrize("normed", ["", "query", "key", "query and key"], ids=lambda name: name or "plain")
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "block_size"), SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "normed", "dtype"), pairs(product(SHAPES, ["", "query", "key", "query and key"], DTYPES)), ids=str
+)
 def test_rope_and_cache(
-    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, normed: str,
-    device: torch.device, dtype: torch.dtype, tolerance: dict[str, float],
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int, int], normed: str, dtype: torch.dtype, device: torch.device, tolerance: dict[str, float]
+) -> None:
     torch.manual_seed(0)
-    num_tokens, num_blocks = 5, 8
+    (num_heads, num_kv_heads, head_size, block_size), num_tokens, num_blocks = shape, 5, 8
     merged = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_size).to(device, dtype)
     sizes = [heads * head_size for heads in (num_heads, num_kv_heads, num_kv_heads)]
     query, key, value = (part.unflatten(-1, (-1, head_size)) for part in merged.split(sizes, -1))  # strided
