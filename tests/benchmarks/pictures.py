@@ -7,8 +7,10 @@ A checkpoint of SmolVLM-256M's shapes with random weights (vision 768 × 12 laye
 vocabulary). Encoding is the tower alone, and prefill the first token of a prompt whose image is encoded already; both
 run in turn with transformers' own in this process. The third row is the first token of a prompt with a new image (a PNG
 file), decoded, encoded and prefilled; with bfloat16 and several tiles it is llama.cpp's as well, whose server reads the
-same weights, if `peers/setup.sh llamacpp` has installed it. Then one engine serves two streams of text, first alone,
-then beside images that are encoded one after the other: the gaps between a stream's tokens, and images per second.
+same weights, if `peers/setup.sh llamacpp` has installed it. (OpenVINO is not beside: optimum-intel 2.2 exports SmolVLM
+with transformers 4.57.6 at most, and the environment of `peers/setup.sh openvino` has 5.5.) Then one engine serves two
+streams of text, first alone, then beside images that are encoded one after the other: the gaps between a stream's
+tokens, and images per second.
 """
 
 import argparse

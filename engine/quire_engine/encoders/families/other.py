@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 OF_TEXT = ("attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor makes of text besides the ids of its tokens."""
+OF_TIMM = ("gemma3n_vision", "timm_wrapper")
+"""Kinds of towers that transformers takes from the package timm."""
 
 
 class Other(ImageFamily):
@@ -50,6 +52,9 @@ class Other(ImageFamily):
         if (named := self._settings.pop("image_processor_type", None)) is not None:
             kind = by_name.get(str(named).removesuffix("Pil").removesuffix("Fast"))
         whole = whole_auto.PROCESSOR_MAPPING_NAMES.get(model_type)
+        vision = fields.values.get("vision_config")
+        if isinstance(vision, dict) and vision.get("model_type") in OF_TIMM:
+            raise self._no_images("its tower is code of the package timm, which needs torchvision beside torch")
         if kind is None:
             raise self._no_images("transformers has no image processor for it that needs Pillow alone")
         if whole is None:

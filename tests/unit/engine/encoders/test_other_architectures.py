@@ -122,11 +122,13 @@ def test_a_text_model_that_scales_is_rejected_where_its_architecture_is_not_list
 @pytest.mark.parametrize(("model_type", "architecture", "message"), [
     ("cohere2_vision", "Cohere2VisionForConditionalGeneration", "no image processor for it that needs Pillow alone"),
     ("idefics2", "Idefics2ForConditionalGeneration", "does not say by itself which tokens an image becomes"),
+    ("gemma3n", "Gemma3nForConditionalGeneration", "its tower is code of the package timm, which needs torchvision"),
     ("nothing", "NothingForConditionalGeneration", "no image processor for it"),
     ("aya_vision", "AyaVisionForConditionalGeneration", "its tokenizer has no <image>"),
 ])  # fmt: skip
 def test_who_takes_no_images_says_why(model_type: str, architecture: str, message: str, tmp_path: Path) -> None:
-    config = {"architectures": [architecture], "model_type": model_type, "vision_config": {"hidden_size": 8}}
+    vision = {"hidden_size": 8} | ({"model_type": "gemma3n_vision"} if model_type == "gemma3n" else {})
+    config = {"architectures": [architecture], "model_type": model_type, "vision_config": vision}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_family(tmp_path) is None, "there is no image processor"
     (tmp_path / "preprocessor_config.json").write_text("{}")
