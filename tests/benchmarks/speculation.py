@@ -29,7 +29,8 @@ wonder. Everything else is the model's own text, and there each token that diffe
 
 Drafts by a model need one that was trained for it, which tinypy has: beside its folder are `draft`, `eagle3` and
 `medusa`, and what is not there is passed over. `mtp` needs a checkpoint with a layer of multi-token prediction: give
-its folder among `--models`; it has tinypy's workloads. They draft only the model's own text, as they know what the
+its folder among `--models`, which has tinypy's workloads, or tinypy-mtp. That is tinypy with such a layer, which is
+trained before the first measurement (checkpoints.py). They draft only the model's own text, as they know what the
 model says, not what is forced. With `--acceptance rejection` sampled requests get other tokens, so that only speed and
 acceptance length are compared. A model that drafts computes the prompts, too, with the first draft: that is a part of
 the prompts' time.
@@ -75,6 +76,7 @@ MODELS = {
     "tinypy": ("files", "files_sampled", "agentic", "chat", "random", "greedy", "misleading"),
     "m400-walk": ("walk",),
 }
+MODELS["tinypy-mtp"] = MODELS["tinypy"]
 """Models and their workloads; those of tinypy are those of any checkpoint whose folder is given, too."""
 TEMPERATURES = {"files": 0.0, "files_sampled": 0.7, "walk": 0.0, "random": 1.0, "greedy": 0.0}
 """Of the workloads that are the model's own text."""

@@ -10,6 +10,7 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.stats import SchedulerStats
 from support.every_kind import core_of
+from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
 SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 2, "enable_prefix_caching": False}
@@ -26,13 +27,10 @@ def drafting_llm(
             "acceptance": settings.pop("acceptance", None),
         }  # fmt: skip
     sizes = {"dtype": "float32", "max_model_len": 128, "device": "cpu", "kv_cache_memory_bytes": 2**24}
-    llm = LLM(target, **{**sizes, **settings})
-    try:
+    with llm_of_thread_ranks(target, **{**sizes, **settings}) as llm:
         if draft is not None:
             draft_always(core_of(llm).scheduler, None, vocab_size, most)
         yield llm
-    finally:
-        llm.shutdown()
 
 
 def drafts_of(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], DraftTokens]]:

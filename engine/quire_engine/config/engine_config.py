@@ -16,7 +16,7 @@ from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.kv_transfer_config import KVTransferConfig
 from quire_engine.config.lora_config import LoRAConfig
 from quire_engine.config.parallel_config import ParallelConfig
-from quire_engine.config.speculative_config import ONE_RANK, WITHOUT_CACHE, SpeculativeConfig
+from quire_engine.config.speculative_config import ASSISTANT, ONE_STAGE, WITHOUT_CACHE, SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.errors import did_you_mean
 
@@ -190,18 +190,18 @@ class EngineCoreConfig:
                 "stages are kept busy by several batches already; leave one of the two unset"
             )
         drafts = self.scheduler.draft_checkpoint
-        if drafts is not None and drafts[0] == "eagle3" and self.parallel.pipeline_parallel_size > 1:
+        if drafts is not None and drafts[0] in ONE_STAGE and self.parallel.pipeline_parallel_size > 1:
             raise ValueError(
-                f"speculative_config: method is 'eagle3' with pipeline_parallel_size="
-                f"{self.parallel.pipeline_parallel_size}; its head reads hidden states of several stages: use another "
+                f"speculative_config: method is {drafts[0]!r} with pipeline_parallel_size="
+                f"{self.parallel.pipeline_parallel_size}; it reads hidden states of several stages: use another "
                 "method, or tensor_parallel_size"
             )
-        if drafts is not None and drafts[0] in ONE_RANK and self.parallel.world_size > 1:
+        if drafts is not None and drafts[0] == ASSISTANT and self.parallel.world_size > 1:
             raise ValueError(
                 f"speculative_config: method is {drafts[0]!r} with tensor_parallel_size="
                 f"{self.parallel.tensor_parallel_size} and pipeline_parallel_size="
-                f"{self.parallel.pipeline_parallel_size}; it reads what several ranks would have parts of: use another "
-                "method, or one rank"
+                f"{self.parallel.pipeline_parallel_size}; it reads the model's keys and values, of which each rank has "
+                "other heads or layers: use another method, or one rank"
             )
         if self.parallel.is_lockstep:
             self._check_lockstep()

@@ -14,8 +14,8 @@ MODELS = ("draft_model", "eagle3", "medusa", "dflash", ASSISTANT)
 """Methods that run a checkpoint of their own, beside the model, on the rank that samples."""
 WITHOUT_CACHE = ("medusa", ASSISTANT)
 """Those of them that keep nothing between steps."""
-ONE_RANK = ("dflash", ASSISTANT)
-"""Those of them that read what several ranks would have parts of."""
+ONE_STAGE = ("eagle3", "dflash")
+"""Those of them that read hidden states of several layers."""
 MTP = "mtp"
 """The method that runs a layer of the model's own checkpoint there."""
 MTP_ALIASES = ("deepseek_mtp", "gemma4_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp")

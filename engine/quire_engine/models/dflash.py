@@ -9,7 +9,7 @@ nothing else. ::
     the block           token, mask, mask, … ─ embedding ─ decoder layers ─ norm ─ logits of the drafts
 
 In layers with a window a row of the block sees no later one, unless `config.json` says otherwise. Embedding and output
-matrix are the target's.
+matrix are the target's; where its ranks have parts of them, the rank that drafts loads them as a whole.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from quire_engine.models.decoder import STREAM_BITS, Decoder, DecoderLayer
 from quire_engine.models.families.reading import make_layers, read_attention, read_mlp, read_window, read_windows
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.parallel import ColumnParallel, Weight, load_targets
-from quire_engine.models.loader import META, bounded_config, build, check_tensors, load_draft_model
+from quire_engine.models.loader import META, bounded_config, build, check_tensors, load_draft_model, vocabulary_tensor
 from quire_engine.models.options import AttentionOptions, LayerOptions, ModelOptions
 from quire_engine.models.registry import DFLASH_ARCHITECTURES
 from quire_engine.models.step_context import KVCaches, StepContext
@@ -94,13 +94,16 @@ class DFlashCheckpoint:
 
 
 class DFlash(Decoder):
-    """A model that drafts for a target, which is None while it is checked."""
+    """A model that drafts for a target, which is None while it is checked. It uses the target's embedding and output
+    matrix, unless its configuration has a head."""
 
     def __init__(self, config: DFlashCheckpoint, max_model_len: int, target: Decoder | None) -> None:
         super().__init__(config.decoder, max_model_len)
-        del self.embed_tokens
-        self._embed = None if target is None else target.embed_tokens.embed
-        self._head_logits = None if target is None else target.head.logits
+        of = self if self.has_head else target
+        self._embed = None if of is None else of.embed_tokens.embed
+        self._head_logits = None if of is None else of.head.logits
+        if not self.has_head:
+            del self.embed_tokens
         size, num_states = config.decoder.hidden_size, len(config.tapped_layers)
         self.fc = ColumnParallel(num_states * config.target_hidden_size, {"fc": size}, False, self.parallel)
         self.fc.activation_bits = STREAM_BITS
@@ -162,24 +165,33 @@ def _tapped_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 def load_dflash(
     folder: Path,
+    target_folder: Path,
     target_config: CheckpointConfig,
     target: Decoder,
     max_model_len: int,
     quantization: str | None = None,
     device: torch.device = CPU,
 ) -> DFlash:
-    """Load the drafting model of a folder, on the only rank of its target. Raises CheckpointError if the folder or a
-    weight is wrong.
+    """Load the drafting model of a folder, on a rank of its target. Raises CheckpointError if a folder or a weight is
+    wrong.
 
     Args:
         folder: of the drafting model.
-        target_config: the target's configuration.
-        target: that it drafts for.
+        target_folder: the target's checkpoint.
+        target_config: its configuration.
+        target: this rank's part of it.
         max_model_len: of the target.
         quantization: the setting; None: the matrices are not quantised.
         device: of the target.
     """
     config = DFlashCheckpoint.from_folder(folder, target_config)
+    tensors = dict(config.tensors)
+    if target.parallel.tensor_parallel_size > 1:
+        is_tied = target_config.tie_word_embeddings
+        options = replace(config.decoder.options, has_head=True, head_bias=target_config.options.head_bias)
+        config = replace(config, decoder=replace(config.decoder, tie_word_embeddings=is_tied, options=options))
+        for name in ("embed_tokens", *(() if is_tied else ("lm_head",))):
+            tensors |= vocabulary_tensor(target_folder, target_config, f"{name}.weight")
     return load_draft_model(
-        lambda: DFlash(config, max_model_len, target), target, target_config, config.tensors, quantization, device
+        lambda: DFlash(config, max_model_len, target), target, target_config, tensors, quantization, device
     )

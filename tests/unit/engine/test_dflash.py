@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_engine.config import EngineConfig
 from quire_engine.errors import CheckpointError
 from quire_engine.models import check_checkpoint
 from quire_engine.models.layers.rope import rope_cos_sin
@@ -134,6 +133,7 @@ llm_of = partial(drafting_llm, "dflash", vocab_size=VOCAB_SIZE)
         "mask_token_id": 7, "target_layer_ids": [0, 4, 1], "causal": True, "input_embedding_scale": 2.0,
         "final_logit_softcapping": 9.0, "output_multiplier": 0.4, "block_size": 6,
     }, "block_size": None}, {}),
+    ("qwen3", 3, {}, {"tensor_parallel_size": 2}), ("gemma4", 3, {}, {"tensor_parallel_size": 2}),
 ])  # fmt: skip
 def test_drafts_are_those_of_the_published_code(
     name: str,
@@ -185,6 +185,7 @@ def predictable(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Temp
 @pytest.mark.parametrize("settings", [
     {}, {**SMALL_STEPS, "acceptance": "rejection"}, {"async_scheduling": True}, {"quantization": "int8"},
     {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_memory_bytes": 7 * 2**15},
+    {"tensor_parallel_size": 2, "quantization": "int8"},
 ])  # fmt: skip
 def test_no_token_changes(settings: dict[str, Any], predictable: Path) -> None:
     prompts = make_prompts(len(PARAMS), VOCAB_SIZE, max_length=40)
@@ -217,12 +218,8 @@ def test_what_does_not_fit_is_named(
     assert "\n" not in str(raised.value)
 
 
-def test_it_drafts_by_its_own_method_on_one_rank(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_it_drafts_by_its_own_method(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     target = checkpoint("qwen3")
     draft = make_draft(tmp_path / "draft", target)
     with pytest.raises(CheckpointError, match="that is no draft model; set method to 'dflash'"):
         check_checkpoint(target, drafts=("draft_model", str(draft)))
-    settings: dict[str, Any] = {"model": "/m", "speculative_config": {"method": "dflash", "model": "/d"}}
-    for other in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(ValueError, match=f"method is 'dflash' with .*{other}=2.*; it reads what several ranks"):
-            EngineConfig.from_settings({**settings, other: 2})

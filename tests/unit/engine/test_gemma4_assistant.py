@@ -230,5 +230,5 @@ def test_it_drafts_by_its_own_method_on_one_rank(pair: tuple[Path, Path]) -> Non
         settings = {"model": "/m", "speculative_config": {"method": name, "model": "/d"}}
         assert EngineConfig.from_settings(settings).scheduler.draft_checkpoint == ("gemma4_assistant", "/d")
     for other in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(ValueError, match=f"method is 'gemma4_assistant' with .*{other}=2.*; it reads what"):
+        with pytest.raises(ValueError, match=f"method is 'gemma4_assistant' with .*{other}=2.*; it reads the"):
             EngineConfig.from_settings({**settings, other: 2})

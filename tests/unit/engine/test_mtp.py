@@ -1,5 +1,6 @@
 """Multi-token prediction: the layer of a checkpoint drafts what transformers computes of it, and changes no token."""
 
+import importlib
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quire_engine import LLM, SamplingParams
 from support.draft_engines import SMALL_STEPS, drafts_of
 from support.engines import Stream, assert_same, engine, offline, params, run, until
@@ -17,6 +19,7 @@ from support.mtp import Reference, make_predictable
 from support.oracle import make_prompts
 from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
+from transformers import LlamaForCausalLM
 
 VOCAB_SIZE = 4096
 FAMILIES = ["deepseek-v3-mtp", "glm4-moe-mtp", "mimo-mtp", "qwen3-5-mtp", "qwen3-next-mtp"]
@@ -115,6 +118,33 @@ def test_every_kind_of_request(
         assert stats.drafts.num_accepted_tokens >= 20
         assert stats.num_preemptions >= (way == "few blocks")
         core_of(llm).scheduler.check_integrity()
+
+
+def test_a_trained_layer_drafts_as_it_was_trained(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train_drafts.py mtp` writes the demo model in MiMo's layout; the layer is here as it is before training."""
+    target = checkpoint("tinypy")
+    monkeypatch.syspath_prepend(target.parents[1])
+    script = importlib.import_module("train_drafts")
+    drafter = script.Mtp(LlamaForCausalLM.from_pretrained(target, dtype=torch.float32), target)
+    with torch.no_grad():
+        for name, parameter in drafter.module.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_()
+    drafter.save(tmp_path / "mtp")
+    drafter.load(tmp_path / "mtp")  # as it was rounded
+    prompts = make_prompts(3, VOCAB_SIZE, max_length=60)
+    with llm_of(tmp_path / "mtp", script.NUM_DRAFT_TOKENS) as llm:
+        for known, own in drafts_of(llm, prompts):
+            (expected,) = drafter.draft(torch.tensor([known])).tolist()
+            assert own.token_ids == expected[: len(own.token_ids)]
+    sampling_params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    texts = []
+    for folder, most in ((target, None), (tmp_path / "mtp", 3)):
+        with llm_of(folder, most) as llm:
+            texts.append([out.outputs[0].token_ids for out in llm.generate(prompts, sampling_params, use_tqdm=False)])
+    assert texts[0] == texts[1]
 
 
 def test_random_weights_are_drafted_with_as_well(checkpoint: Callable[[str], Path]) -> None:

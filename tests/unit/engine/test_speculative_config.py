@@ -128,13 +128,17 @@ def test_the_path_of_what_drafts_is_relative_to_the_same_folder_as_the_models(tm
         path_of("", tmp_path)
 
 
-def test_a_head_reads_hidden_states_of_one_stage_only() -> None:
-    drafting = {"method": "eagle3", "model": "/d"}
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_what_reads_hidden_states_of_several_layers_drafts_in_one_stage(method: str) -> None:
+    drafting = {"method": method, "model": "/d"}
     with pytest.raises(
-        ValueError, match=r"^speculative_config: method is 'eagle3' with pipeline_parallel_size=2; .* use"
+        ValueError, match=f"^speculative_config: method is '{method}' with pipeline_parallel_size=2; it reads .* use"
     ):
         config_of(drafting, pipeline_parallel_size=2)
     config_of(drafting, tensor_parallel_size=2)
+
+
+def test_other_models_draft_in_several_stages() -> None:
     for method in ("medusa", "draft_model"):
         config_of({"method": method, "model": "/d"}, pipeline_parallel_size=2)
     config_of({"method": "mtp"}, pipeline_parallel_size=2)

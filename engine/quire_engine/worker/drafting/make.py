@@ -106,7 +106,7 @@ def make_draft_method(
     max_drafts = config.scheduler.max_draft_tokens
     max_num_rows = max(config.scheduler.max_num_seqs, RECORDED_TOKENS)
     if method == "dflash":
-        dflash = load_dflash(folder, target_config, target, max_model_len, quantization, device)
+        dflash = load_dflash(folder, target_folder, target_config, target, max_model_len, quantization, device)
         block_model = BlockModel(dflash, target, size, allocate_caches)
         own_bytes = block_bytes(block_model.state_specs, *sizes) + block_model.table_bytes_per_block
         return BlockDrafter(block_model, own_bytes, batch, max_tokens)

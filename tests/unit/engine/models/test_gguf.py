@@ -175,7 +175,10 @@ def test_older_files_have_latent_projections_in_one(make: Callable[..., Path], t
 
 
 def test_ranks_have_slices_of_permuted_and_stacked_tensors(make: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next", "qwen3-5", "gemma4-moe", "falcon-h1"):
+    for name in (
+        "tied-gqa", "qwen3-moe", "granite-hybrid", "qwen3-next", "qwen3-5", "gemma4-moe", "falcon-h1", "mamba",
+        "nemotron-h", "gemma3n",
+    ):  # fmt: skip
         folder, file = make(name, **FAMILIES[name]), tmp_path / f"{name}.gguf"
         write_gguf(folder, file)
         assert_same(outputs_of(file, tensor_parallel_size=2), outputs_of(folder))
