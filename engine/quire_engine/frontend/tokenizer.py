@@ -71,7 +71,8 @@ class PlainTokenizer:
         if backend.post_processor is None:
             raise ValueError("tokenizer.json does not say what a text begins with")
         self.eos_token_id = backend.token_to_id(self.special_tokens_map.get("eos_token", ""))
-        self.all_special_ids = [backend.token_to_id(name) for name in dict.fromkeys(self.special_tokens_map.values())]
+        ids = map(backend.token_to_id, dict.fromkeys(self.special_tokens_map.values()))
+        self.all_special_ids: list[int] = [token_id for token_id in ids if token_id is not None]
         template = folder / "chat_template.jinja"
         self.chat_template: str | None = (
             template.read_text("utf-8") if template.exists() else config.get("chat_template")

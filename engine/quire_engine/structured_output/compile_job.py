@@ -61,9 +61,11 @@ def make_tokenizer_info(tokenizer: AnyTokenizer, vocab_size: int, stop_token_ids
     stop_ids = list(dict.fromkeys([*stop_token_ids, *(i for i in own if i is not None and i < vocab_size)]))
     if not stop_ids:
         raise ValueError("the model has no end-of-sequence token")
+    known: Any = tokenizer
     if isinstance(tokenizer, PlainTokenizer):  # which has what the library reads of transformers' class
-        xgrammar.tokenizer_info.PreTrainedTokenizerFast = PlainTokenizer
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
+        library: Any = xgrammar.tokenizer_info
+        library.PreTrainedTokenizerFast = PlainTokenizer
+    info = xgrammar.TokenizerInfo.from_huggingface(known, vocab_size=vocab_size, stop_token_ids=stop_ids)
     vocabulary = list(info.decoded_vocab)
     for token_id in tokenizer.all_special_ids:
         if token_id < vocab_size and token_id not in stop_ids:
