@@ -15,12 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from quire_kernels.cpu import MEND, Call, library, status, structure
 
-HASH_BYTES = 32
 GROUP_BYTES = 16
 LOCK_SECONDS = 1.0
 """After so long a lock counts as held by a process that is stopped: it is held for microseconds."""
@@ -57,17 +53,6 @@ def require_shared_blocks() -> ctypes.CDLL:
     return handle
 
 
-def copy_digest(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8] | None, around: bool = False) -> int:
-    """Copy bytes, and return their XXH3-128; up to 240 are padded with zeros to 256 for it. Both arrays are of one size
-    and without gaps; without a target nothing is copied. A copy may go `around` the caches if nothing reads it soon."""
-    digest = (ctypes.c_uint64 * 2)()
-    place = None if target is None else ctypes.c_void_p(target.ctypes.data)
-    require_shared_blocks().quire_copy_digest(
-        ctypes.c_void_p(source.ctypes.data), place, ctypes.c_int64(source.nbytes), ctypes.c_int64(around), digest
-    )
-    return int(digest[1]) << 64 | int(digest[0])
-
-
 class SharedBlocks:
     """One process's view of the memory, of which the descriptor stays the caller's, and of the blocks of one group, 16
     bytes. Raises OSError if there are no C++ kernels, the memory cannot be mapped, or too many have attached. All calls
@@ -76,8 +61,7 @@ class SharedBlocks:
     def __init__(self, descriptor: int, group: bytes) -> None:
         assert len(group) == GROUP_BYTES
         self._library = require_shared_blocks()
-        for name in ("write", "read", "reserve", "commit", "pin", "unpin", "count", "list", "attach", "detach",
-                     "divide", "describe"):  # fmt: skip
+        for name in ("write", "read", "count", "attach", "detach", "divide", "describe"):
             getattr(self._library, f"quire_shared_{name}").restype = ctypes.c_int64
         self._guard = threading.Lock()
         self._num_inside = 0
@@ -99,10 +83,6 @@ class SharedBlocks:
                 os.close(file)
 
     @property
-    def address(self) -> int:
-        return self._memory
-
-    @property
     def num_bytes(self) -> int:
         return len(self._map)
 
@@ -120,13 +100,6 @@ class SharedBlocks:
         """How many of these are there, up to the first that is not."""
         return self._call("count", hashes, seconds=seconds)
 
-    def hashes(self) -> list[bytes]:
-        """The hashes of the group's blocks that are there, last used first."""
-        room = self.stats().num_blocks
-        found = ctypes.create_string_buffer(HASH_BYTES * room or 1)
-        count = self._run("list", self._make_call(found, room, 0))
-        return [found.raw[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(count)]
-
     def write(self, hashes: Sequence[bytes], places: Sequence[int], num_bytes: int) -> int:
         """Write blocks of so many bytes, from their addresses, that are not there already. Returns how many of the
         first are there now, or are being written by another process. Raises ValueError if they are larger than a
@@ -139,34 +112,6 @@ class SharedBlocks:
         slot."""
         damaged = ctypes.c_int64()
         return self._call("read", hashes, places, num_bytes, extra=(ctypes.byref(damaged),)), bool(damaged.value)
-
-    # -- the same in two steps, for copies by other means --------------------------------------------------------------
-
-    def reserve(self, hashes: Sequence[bytes], num_bytes: int) -> list[int | None]:
-        """Reserve slots for blocks until this process commits them, or dies. Returns the slot of each of the first;
-        None for one that is there, or being written by another process. At most 64 are reserved at a time."""
-        slots = (ctypes.c_uint32 * len(hashes))()
-        count = self._call("reserve", hashes, (), num_bytes, slots)
-        return [slots[i] - 1 if slots[i] else None for i in range(count)]
-
-    def commit(self, hashes: Sequence[bytes], slots: Sequence[int | None], num_bytes: int) -> None:
-        """Publish reserved blocks, whose bytes are in their slots."""
-        self._finish("commit", hashes, slots, num_bytes)
-
-    def pin(self, hashes: Sequence[bytes], num_bytes: int) -> list[int]:
-        """Slots of the first of these blocks, which stay as they are until they are unpinned, or this process dies."""
-        slots = (ctypes.c_uint32 * len(hashes))()
-        count = self._call("pin", hashes, (), num_bytes, slots)
-        return [slots[i] - 1 for i in range(count)]
-
-    def unpin(self, hashes: Sequence[bytes], slots: Sequence[int], num_bytes: int) -> int:
-        """Check what is in pinned slots, and release them. Returns how many of the first are sound."""
-        return self._finish("unpin", hashes, slots, num_bytes)
-
-    def slot(self, number: int) -> memoryview:
-        stats = self.stats()
-        start = stats.slots_at + number * stats.slot_bytes
-        return memoryview(self._map)[start : start + stats.slot_bytes]
 
     def close(self) -> None:
         """Release all that this one has reserved or pinned, and the memory: at once, or when the calls that other
@@ -207,48 +152,22 @@ class SharedBlocks:
             if is_last:
                 self._let_go()
 
-    def _finish(self, name: str, hashes: Sequence[bytes], slots: Sequence[int | None], num_bytes: int) -> int:
-        numbers = (ctypes.c_uint32 * len(slots))(*(0 if slot is None else slot + 1 for slot in slots))
-        digests = (ctypes.c_uint64 * (2 * len(slots)))()
-        stats = self.stats()
-        with self._inside() as memory:
-            for i, slot in enumerate(slots):
-                if slot is not None:
-                    place = memory + stats.slots_at + slot * stats.slot_bytes
-                    self._library.quire_copy_digest(
-                        ctypes.c_void_p(place), None, ctypes.c_int64(num_bytes), ctypes.c_int64(0),
-                        ctypes.byref(digests, 16 * i),
-                    )  # fmt: skip
-        return self._call(name, hashes[: len(slots)], (), num_bytes, numbers, digests)
-
     def _call(
         self,
         name: str,
         hashes: Sequence[bytes],
         places: Sequence[int] = (),
         num_bytes: int = 0,
-        slots: "ctypes.Array[ctypes.c_uint32] | None" = None,
-        digests: "ctypes.Array[ctypes.c_uint64] | None" = None,
         extra: tuple[object, ...] = (),
         seconds: float = LOCK_SECONDS,
     ) -> int:
-        call = self._make_call(ctypes.c_char_p(b"".join(hashes)), len(hashes), num_bytes, seconds)
+        keys = ctypes.create_string_buffer(b"".join(hashes))
         addresses = (ctypes.c_uint64 * len(places))(*places)
-        call.places = ctypes.addressof(addresses)
-        call.slots = None if slots is None else ctypes.addressof(slots)
-        call.digests = None if digests is None else ctypes.addressof(digests)
-        return self._run(name, call, *extra)
-
-    def _make_call(
-        self, hashes: "ctypes.c_char_p | ctypes.Array[ctypes.c_char]", blocks: int, num_bytes: int,
-        seconds: float = LOCK_SECONDS,
-    ) -> Call:  # fmt: skip
         call = _SharedBlocksCall(
-            attachment=self._attachment, group=ctypes.addressof(self._group),
-            hashes=ctypes.cast(hashes, ctypes.c_void_p), blocks=blocks, bytes=num_bytes, seconds=seconds,
+            attachment=self._attachment, group=ctypes.addressof(self._group), hashes=ctypes.addressof(keys),
+            places=ctypes.addressof(addresses), blocks=len(hashes), bytes=num_bytes, seconds=seconds,
         )  # fmt: skip
-        call.keep_alive = hashes
-        return call
+        return self._run(name, call, *extra)
 
     def _run(self, name: str, call: Call, *extra: object) -> int:
         function: Callable[..., int] = getattr(self._library, f"quire_shared_{name}")

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +31,10 @@ from quire_engine.kv_connector.memory_store import MemoryStore
 from quire_engine.kv_connector.pages import Pages
 from quire_kernels.cpu import set_num_threads
 from quire_kernels.kv_cache import new_kv_cache
-from quire_kernels.shared_blocks import copy_digest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.shared_blocks import copy_digest
 
 TOTAL_BYTES = 128 << 20
 """Of the blocks of a round: much more than caches hold."""

@@ -161,10 +161,12 @@ class SharedMemoryWorker(FakeConnectorWorker):
 
     def spoil(self, block_hash: bytes) -> None:
         """A bit in its slot."""
-        size = self.block_bytes
-        for slot in self.store.blocks.pin([block_hash], size):
-            self.store.blocks.slot(slot)[0] ^= 1
-            assert self.store.blocks.unpin([block_hash], [slot], size) == 0
+        from support.shared_blocks import BlockSteps
+
+        size, steps = self.block_bytes, BlockSteps(self.store.blocks)
+        for slot in steps.pin([block_hash], size):
+            steps.slot(slot)[0] ^= 1
+            assert steps.unpin([block_hash], [slot], size) == 0
 
 
 class FakeConnector:

@@ -18,6 +18,7 @@ from quire_engine.stats import IterationStats, KVConnectorStats, SchedulerStats
 from quire_kernels import SharedBlocks
 from quire_kernels.cpu import library
 from support.engines import Recorder, SharedEngine, Stream, assert_same, params, shared_engine, until
+from support.shared_blocks import BlockSteps
 
 pytestmark = pytest.mark.slow
 needs_kernels = pytest.mark.skipif(library() is None, reason="memory needs the C++ kernels")
@@ -102,7 +103,7 @@ def damage_slots(descriptor: int | None) -> None:
     assert descriptor is not None
     blocks = SharedBlocks(descriptor, bytes(16))
     for number in range(blocks.stats().num_used):
-        blocks.slot(number)[100] ^= 1
+        BlockSteps(blocks).slot(number)[100] ^= 1
     blocks.close()
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -18,12 +19,13 @@ from quire_engine.kv_connector.block_file import BlockFileError
 from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
 from quire_engine.system.crash_loop import CircuitBreaker
 from quire_kernels.cpu import INSTRUCTION_SETS, library
-from quire_kernels.shared_blocks import copy_digest
+from support.shared_blocks import BlockSteps, copy_digest
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the C++ kernels")
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
 SIZE = 40_000
+TESTS = str(Path(__file__).parents[3])
 MUTEX_AT, BUCKETS_AT, SLOTS_AT, ORDER_AT = 16, 88, 96, 152
 """In `Header` of kernels/csrc/shared_blocks.h."""
 
@@ -46,6 +48,7 @@ class Memory:
         self.store = self.open()
         self.store.divide(size)
         self.num_slots = self.store.stats().num_slots
+        self.steps = BlockSteps(self.store.blocks)
 
     def open(self, namespace: bytes = NAMESPACE, rank: int = 0) -> MemoryStore:
         self.stores.append(MemoryStore(self.descriptor, namespace, rank))
@@ -65,7 +68,8 @@ class Memory:
         """Another process, with `store` open; it says that it is where it should be with one byte."""
         prelude = (
             "import os, signal, sys, ctypes, hashlib\nfrom quire_engine.kv_connector.memory_store import MemoryStore\n"
-            f"store = MemoryStore({self.descriptor}, {NAMESPACE!r}, 0)\n"
+            f"sys.path.append({TESTS!r})\nfrom support.shared_blocks import BlockSteps\n"
+            f"store = MemoryStore({self.descriptor}, {NAMESPACE!r}, 0)\nsteps = BlockSteps(store.blocks)\n"
             "hash_of = lambda number: hashlib.sha256(str(number).encode()).digest()\n"
             "def here():\n    os.write(1, b'!')\n"
             "def die():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -141,7 +145,7 @@ def test_others_find_what_one_has_written(memory: Memory) -> None:
         assert memory.read(1, stranger) is None
         assert memory.write(1, store=stranger) == 1
     assert memory.store.stats().num_blocks == 4
-    assert set(memory.store.blocks.hashes()) == {hash_of(1), hash_of(2)}
+    assert set(memory.steps.hashes()) == {hash_of(1), hash_of(2)}
 
 
 @pytest.mark.parametrize("size", [8, 200, 4096, 100_001])
@@ -182,11 +186,11 @@ def test_what_was_not_used_for_longest_makes_room_for_all(memory: Memory) -> Non
 
 
 def flip_payload(memory: Memory, slot: int) -> None:
-    memory.store.blocks.slot(slot)[SIZE // 2] ^= 1
+    memory.steps.slot(slot)[SIZE // 2] ^= 1
 
 
 def other_block(memory: Memory, slot: int) -> None:
-    memory.store.blocks.slot(slot)[:] = memory.store.blocks.slot(1 - slot)
+    memory.steps.slot(slot)[:] = memory.steps.slot(1 - slot)
 
 
 @pytest.mark.parametrize("damage", [flip_payload, other_block])
@@ -194,8 +198,8 @@ def test_a_damaged_slot_is_found_and_can_be_written_again(
     memory: Memory, damage: Callable[[Memory, int], None]
 ) -> None:
     memory.write(1, 2)
-    (slot,) = memory.store.blocks.pin([hash_of(1)], SIZE)
-    assert memory.store.blocks.unpin([hash_of(1)], [slot], SIZE) == 1
+    (slot,) = memory.steps.pin([hash_of(1)], SIZE)
+    assert memory.steps.unpin([hash_of(1)], [slot], SIZE) == 1
     damage(memory, slot)
     with pytest.raises(BlockFileError, match="does not match its digest"):
         memory.read(1)
@@ -207,8 +211,8 @@ def test_a_damaged_slot_is_found_and_can_be_written_again(
 
 def test_a_damaged_block_ends_a_read_of_several(memory: Memory) -> None:
     memory.write(*range(6))
-    (slot,) = memory.store.blocks.pin([hash_of(3)], SIZE)
-    memory.store.blocks.unpin([hash_of(3)], [slot], SIZE)
+    (slot,) = memory.steps.pin([hash_of(3)], SIZE)
+    memory.steps.unpin([hash_of(3)], [slot], SIZE)
     flip_payload(memory, slot)
     rooms = [(hash_of(number), memoryview(bytearray(SIZE))) for number in range(6)]
     assert memory.store.read(rooms) == 3
@@ -217,32 +221,31 @@ def test_a_damaged_block_ends_a_read_of_several(memory: Memory) -> None:
 
 def test_a_pinned_slot_is_not_given_away(memory: Memory) -> None:
     memory.write(1)
-    (slot,) = memory.store.blocks.pin([hash_of(1)], SIZE)
+    (slot,) = memory.steps.pin([hash_of(1)], SIZE)
     for number in range(2, 5 * memory.num_slots):
         assert memory.write(number) == 1
-    assert memory.store.blocks.slot(slot)[:SIZE] == payload_of(1)
-    assert memory.store.blocks.unpin([hash_of(1)], [slot], SIZE) == 1
+    assert memory.steps.slot(slot)[:SIZE] == payload_of(1)
+    assert memory.steps.unpin([hash_of(1)], [slot], SIZE) == 1
 
 
 def test_a_block_that_is_found_damaged_stays_for_who_reads_it(memory: Memory) -> None:
     memory.write(1)
-    (slot,) = memory.store.blocks.pin([hash_of(1)], SIZE)
+    (slot,) = memory.steps.pin([hash_of(1)], SIZE)
     flip_payload(memory, slot)
     with pytest.raises(BlockFileError):
         memory.read(1, memory.open())
-    content = bytes(memory.store.blocks.slot(slot))
+    content = bytes(memory.steps.slot(slot))
     for number in range(2, 3 * memory.num_slots):
         memory.write(number)
-    assert bytes(memory.store.blocks.slot(slot)) == content
-    assert memory.store.blocks.unpin([hash_of(1)], [slot], SIZE) == 0
+    assert bytes(memory.steps.slot(slot)) == content
+    assert memory.steps.unpin([hash_of(1)], [slot], SIZE) == 0
     memory.write(*range(1000, 1000 + memory.num_slots))
     assert memory.store.stats().num_blocks == memory.num_slots, "its slot is used again"
 
 
 def test_a_writer_killed_in_the_middle_of_a_block_leaves_none(memory: Memory) -> None:
     memory.run_to_death(
-        f"(slot,) = store.blocks.reserve([hash_of(1)], {SIZE})\n"
-        "store.blocks.slot(slot)[:1000] = bytes([7]) * 1000\ndie()"
+        f"(slot,) = steps.reserve([hash_of(1)], {SIZE})\nsteps.slot(slot)[:1000] = bytes([7]) * 1000\ndie()"
     )
     assert memory.stored([1]) == []
     assert memory.read(1) is None
@@ -254,7 +257,7 @@ def test_a_writer_killed_in_the_middle_of_a_block_leaves_none(memory: Memory) ->
 
 
 def test_a_block_that_another_is_writing_is_neither_read_nor_written_again(memory: Memory) -> None:
-    with running(memory, f"store.blocks.reserve([hash_of(1)], {SIZE})"):
+    with running(memory, f"steps.reserve([hash_of(1)], {SIZE})"):
         assert memory.read(1) is None
         assert memory.write(1) == 1
         assert memory.store.stats().num_blocks == 0
@@ -265,7 +268,7 @@ def test_a_block_that_another_is_writing_is_neither_read_nor_written_again(memor
 def test_the_pin_of_a_reader_that_was_killed_is_let_go(memory: Memory) -> None:
     memory.write(*range(memory.num_slots))
     hashes = f"[hash_of(n) for n in range({memory.num_slots})]"
-    with running(memory, f"assert len(store.blocks.pin({hashes}, {SIZE})) == {memory.num_slots}"):
+    with running(memory, f"assert len(steps.pin({hashes}, {SIZE})) == {memory.num_slots}"):
         assert memory.write(1000) == 0, "all are being read"
         assert memory.read(5) == payload_of(5)
     assert memory.write(*range(1000, 1000 + memory.num_slots)) == memory.num_slots
@@ -274,16 +277,16 @@ def test_the_pin_of_a_reader_that_was_killed_is_let_go(memory: Memory) -> None:
 
 def test_the_lock_of_a_process_that_was_killed_with_it_is_free_and_the_books_are_made_anew(memory: Memory) -> None:
     memory.write(*range(10))
-    (slot,) = memory.store.blocks.pin([hash_of(4)], SIZE)
+    (slot,) = memory.steps.pin([hash_of(4)], SIZE)
     memory.run_to_death(
-        f"store.blocks.reserve([hash_of(50)], {SIZE})\nstore.blocks.pin([hash_of(1)], {SIZE})\n"
+        f"steps.reserve([hash_of(50)], {SIZE})\nsteps.pin([hash_of(1)], {SIZE})\n"
         "lock = ctypes.CDLL(None).pthread_mutex_lock\n"
-        f"assert lock(ctypes.c_void_p(store.blocks.address + {MUTEX_AT})) == 0\n"
+        f"assert lock(ctypes.c_void_p(steps.address + {MUTEX_AT})) == 0\n"
         # In the middle of a change: nothing that is filed is found, and the order has no beginning.
-        "at = lambda place: ctypes.c_uint64.from_address(store.blocks.address + place).value\n"
+        "at = lambda place: ctypes.c_uint64.from_address(steps.address + place).value\n"
         f"begin, end = at({BUCKETS_AT}), at({SLOTS_AT})\n"
-        "ctypes.memset(store.blocks.address + begin, 0, end - begin)\n"
-        f"ctypes.memset(store.blocks.address + {ORDER_AT}, 0, 8)\n"
+        "ctypes.memset(steps.address + begin, 0, end - begin)\n"
+        f"ctypes.memset(steps.address + {ORDER_AT}, 0, 8)\n"
         "die()"
     )
     assert memory.stored(range(10)) == list(range(10))
@@ -291,8 +294,8 @@ def test_the_lock_of_a_process_that_was_killed_with_it_is_free_and_the_books_are
     assert (stats.num_repairs, stats.num_blocks, stats.num_used) == (1, 10, 10)
     for number in range(100, 100 + 3 * memory.num_slots):
         assert memory.write(number) == 1
-    assert memory.store.blocks.slot(slot)[:SIZE] == payload_of(4), "a living reader's pin holds"
-    assert memory.store.blocks.unpin([hash_of(4)], [slot], SIZE) == 1
+    assert memory.steps.slot(slot)[:SIZE] == payload_of(4), "a living reader's pin holds"
+    assert memory.steps.unpin([hash_of(4)], [slot], SIZE) == 1
     assert memory.store.stats().num_blocks == memory.num_slots
 
 
@@ -300,7 +303,7 @@ def test_a_lock_that_is_held_by_who_is_stopped_is_not_waited_for(memory: Memory)
     memory.write(1)
     code = (
         "lock = ctypes.CDLL(None).pthread_mutex_lock\n"
-        f"lock(ctypes.c_void_p(store.blocks.address + {MUTEX_AT}))"
+        f"lock(ctypes.c_void_p(steps.address + {MUTEX_AT}))"
     )  # fmt: skip
     with running(memory, code):
         assert MemoryIndex(memory.store).num_stored([hash_of(1)]) == 0
@@ -423,10 +426,10 @@ def test_who_has_no_descriptors_left_takes_nobody_for_dead() -> None:
     code = """
 import resource, sys
 own = int(sys.argv[1])
-slots = store.blocks.reserve([hash_of(0)], 40_000)
+slots = steps.reserve([hash_of(0)], 40_000)
 here()
 sys.stdin.read(1)
-store.blocks.commit([hash_of(0)], slots, 40_000)
+steps.commit([hash_of(0)], slots, 40_000)
 here()
 sys.stdin.read(1)
 """
