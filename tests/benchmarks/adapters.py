@@ -289,6 +289,8 @@ def main() -> int:
     parser.add_argument("--zipf", type=int, help="serve requests of so many adapters")
     parser.add_argument("--requests", type=int, default=400, help="of --zipf")
     arguments = parser.parse_args()
+    if arguments.vllm and arguments.dummy:
+        parser.error("--vllm reads weights; give --model")
     settings: dict[str, Any] = {
         "dtype": "bfloat16", "max_num_seqs": arguments.rows, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 29,
         **{name: json.loads(value) for name, _, value in (one.partition("=") for one in arguments.set)},

@@ -44,7 +44,7 @@ ENGINE = {
     "worker": "models tasks kv_cache kv_connector adapters sampling distributed device config messages sampling_params "
     "pooling errors ipc system draft_chances",
     "encoders": "models config messages stats errors system",
-    "adapters": "models config messages lora stats errors system",
+    "adapters": "models distributed config messages lora stats errors system",
     "tasks": "models pooling errors",
     "models": "kv_cache distributed device errors system",
     "sampling": "device messages sampling_params",
