@@ -457,6 +457,9 @@ def generate(
     log-probabilities of these tokens. The images are encoded one by one, as each has a size of its own. Videos are
     frames, and how many a second has; images and videos are together only where positions have three dimensions."""
     model = model or load_reference(folder)
+    inner = getattr(model, "model", None)
+    if getattr(inner, "rope_deltas", None) is not None:
+        inner.rope_deltas = None  # of an earlier prompt
     family = find_family(folder)
     assert family is not None
     processor, features = load_processor(family, folder), []

@@ -240,7 +240,7 @@ def test_graphs_of_groups(make_llm: Callable[..., Any], workload: tuple[list[lis
         pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
     prompts = [workload[0][-1][:36], workload[0][-2][:5]]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    settings = {"max_num_seqs": 2, "max_model_len": 48, "block_size": 16}
+    settings = {"max_num_seqs": 2, "max_model_len": 48, "block_size": 16, "max_num_batched_tokens": 44}
     with make_llm(**settings) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with interpreted_kernels(), make_llm(**settings) as llm:

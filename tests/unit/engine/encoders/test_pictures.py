@@ -9,6 +9,7 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.encoders.family import find_family
 from quire_engine.errors import RequestError
+from support.oracle import load_reference
 from support.pictures import PICTURES, expand, generate, image_of
 from transformers import AutoTokenizer
 
@@ -52,10 +53,11 @@ def test_exact(name: str, folder: Path) -> None:
             [{"prompt": text.format(*[placeholder] * len(own)), "multi_modal_data": {"image": own}} if own else text
              for text, own in prompts], GREEDY, use_tqdm=False
         )  # fmt: skip
+    model = load_reference(folder)
     for output, (text, own) in zip(outputs, prompts, strict=True):
         expanded = text.format(*(around.format(expand(name, folder, image)) for image in own))
         assert output.prompt_token_ids == tokenizer.encode(expanded)
-        token_ids, logprobs = generate(folder, output.prompt_token_ids, own, NUM_TOKENS, name=name)
+        token_ids, logprobs = generate(folder, output.prompt_token_ids, own, NUM_TOKENS, model, name)
         (completion,) = output.outputs
         assert completion.token_ids == token_ids
         assert completion.logprobs is not None

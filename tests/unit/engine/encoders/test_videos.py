@@ -25,6 +25,7 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import NewRequestData, PromptPart
 from quire_engine.models.step_context import GRID_POSITIONS, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
+from support.oracle import load_reference
 from support.pictures import PICTURES, expand, expand_video, generate, image_of, video_arrays
 from support.ranks import llm_of_thread_ranks
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
@@ -79,13 +80,14 @@ def test_exact(name: str, folder: Path) -> None:
     with llm_of_thread_ranks(folder, **SETTINGS) as llm:
         outputs = llm.generate([prompt_of(*prompt) for prompt in prompts], GREEDY, use_tqdm=False)
         assert llm.get_stats().num_failed_steps == 0
+    model = load_reference(folder)
     for output, (text, images, videos) in zip(outputs, prompts, strict=True):
         expanded = text.replace(picture, expand(name, folder, images[0])) if images else text
         head, *rest = expanded.split(pad)
         for (frames, fps), after in zip(videos, rest, strict=True):
             head += expand_video(name, folder, frames, fps) + after
         assert output.prompt_token_ids == tokenizer.encode(head)
-        token_ids, logprobs = generate(folder, output.prompt_token_ids, images, NUM_TOKENS, name=name, videos=videos)
+        token_ids, logprobs = generate(folder, output.prompt_token_ids, images, NUM_TOKENS, model, name, videos)
         (completion,) = output.outputs
         assert completion.token_ids == token_ids
         assert completion.logprobs is not None

@@ -26,6 +26,7 @@ from quire_engine.scheduler.slo_policy import SLOPolicy
 from quire_engine.scheduler.step_time import StepLoad, StepTime
 from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.structured_outputs_params import StructuredOutputsParams
+from support.full import FULL
 from support.kv_connectors import FakeConnector
 from support.scheduling import (
     FakeModelRunner,
@@ -39,9 +40,9 @@ from support.scheduling import (
     undisturbed_output,
 )
 
-NUM_SEQUENCES = int(os.environ.get("QUIRE_RANDOM_SEQUENCES", "4000"))
+NUM_SEQUENCES = int(os.environ.get("QUIRE_RANDOM_SEQUENCES", "4000" if FULL else "1200"))
 NUM_PARTS = 4
-NUM_STORING = int(os.environ.get("QUIRE_RANDOM_LIVES", "400"))
+NUM_STORING = int(os.environ.get("QUIRE_RANDOM_LIVES", "400" if FULL else "150"))
 """With a KV connector."""
 _KERNELS = find_spec("quire_kernels")  # which is not imported, as it brings torch
 HAS_MEMORY = (
@@ -50,8 +51,10 @@ HAS_MEMORY = (
     and any(Path(_KERNELS.origin).parent.glob("_cpu*.so"))
     and os.environ.get("QUIRE_CPU_KERNELS", "") not in ("torch", "triton")
 )
-NUM_OF_KIND = 300
+NUM_OF_KIND = 300 if FULL else 120
 """Of each other way of running steps."""
+NUM_WHERE_RARE = 300
+"""Of those with drafts, windows, or steps in flight beside a store, in which some outcomes are rare."""
 MAX_MODEL_LEN = 24
 
 
@@ -559,13 +562,13 @@ def test_books_balance_with_steps_ahead(num_batches: int) -> None:
 @pytest.mark.parametrize("drafts", ["proposer", "workers"])
 @pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (2, False), (2, True)])
 def test_books_balance_with_drafts(num_batches: int, ahead: bool, drafts: str) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts)
+    live(range(NUM_WHERE_RARE), num_batches=num_batches, ahead=ahead, drafts=drafts)
 
 
 @pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize("drafts", [None, "proposer", "workers"])
 def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str | None) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
+    live(range(NUM_WHERE_RARE), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
 
 
 @pytest.mark.parametrize("stores", [False, True])
@@ -587,7 +590,7 @@ def test_books_balance_with_blocks_that_are_kept_elsewhere(windows: bool) -> Non
 def test_books_balance_with_blocks_elsewhere_and_steps_in_flight(
     num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=windows, stores=True)
+    live(range(NUM_WHERE_RARE), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=windows, stores=True)
 
 
 @pytest.mark.skipif(not HAS_MEMORY, reason="memory needs the C++ kernels")
