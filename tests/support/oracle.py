@@ -844,6 +844,8 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
             torch.nn.init.normal_(parameter, std=0.2)
         elif parameter_name.endswith("gate_up_proj_bias"):
             torch.nn.init.normal_(parameter, std=4.0)  # gpt-oss cuts off what is above 7
+        elif parameter_name.endswith("mamba.in_proj.weight") and model.config.model_type == "zamba2":
+            torch.nn.init.normal_(parameter, std=0.4)  # so that states count beside the inputs of their layers
         elif parameter_name.endswith("A_log"):  # so that a state lasts
             torch.nn.init.uniform_(parameter, *((-5.0, -1.0) if "linear_attn" in parameter_name else (-2.0, 1.0)))
         elif parameter_name.endswith((".dt_bias", ".dt_proj.bias")) and "linear_attn" not in parameter_name:

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(cpu.library() is None, reason="plain torch promises bits of no product"),
 ]
 
-NAMES = ("lfm2-moe", "lfm3", "olmo-hybrid", "qwen3-5", "qwen3-next", "recurrent-gemma")
+NAMES = ("lfm2-moe", "lfm3", "olmo-hybrid", "qwen3-5", "qwen3-next", "recurrent-gemma", "zamba2")
 """With sizes of heads that the kernels of attention take."""
 FEW = range(6)
 PROMPTS = [
