@@ -55,7 +55,9 @@ def read_embeds(given: Any) -> ImageEmbeds:
     shape = tuple(getattr(rows, "shape", ()))
     if len(shape) < 2 or min(shape) < 1:
         what = f"has shape {[*shape]}" if hasattr(rows, "shape") else f"is {type(rows).__name__}"
-        raise _error(f"{ROWS} {what}; it must be a tensor of shape [tokens, hidden_size]")
+        raise RequestError.because(
+            "multi_modal_data", f"{ROWS} {what}; it must be a tensor of shape [tokens, hidden_size]"
+        )
     return ImageEmbeds(
         float_rows(ROWS, rows).reshape(-1, shape[-1]), {name: _integers(name, value) for name, value in found.items()}
     )
@@ -93,10 +95,7 @@ def _integers(name: Any, value: Any) -> npt.NDArray[np.int64]:
     except (OverflowError, ValueError):
         is_row = False
     if not is_row or not isinstance(name, str):
-        raise _error(f"{quote(name)} is {quote(value)} beside {ROWS}; it must be the integers of one image")
+        what = f"{quote(name)} is {quote(value)} beside {ROWS}; it must be the integers of one image"
+        raise RequestError.because("multi_modal_data", what)
     numbers: npt.NDArray[np.int64] = found.astype(np.int64)
     return numbers
-
-
-def _error(reason: str) -> RequestError:
-    return RequestError("multi_modal_data", f"multi_modal_data: {reason}")
