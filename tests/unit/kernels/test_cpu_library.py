@@ -52,7 +52,7 @@ def test_a_library_with_other_structures_is_not_used(
     """Swapped are two neighbours of one type: neither sizes nor offsets tell."""
     if cpu.library() is None:
         pytest.skip(cpu.status().reason)
-    fields = cpu._structures(SOURCE)[name]
+    fields = [*cpu._structures(SOURCE)[name]]
     if change == "swapped":
         i = next((i for i in range(len(fields) - 1) if fields[i][0] == fields[i + 1][0]), None)
         if i is None:

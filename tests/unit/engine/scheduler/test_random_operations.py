@@ -608,7 +608,7 @@ def test_books_balance_with_blocks_elsewhere_in_shared_memory(
     num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
     kind: dict[str, Any] = {"num_batches": num_batches, "ahead": ahead, "drafts": drafts, "windows": windows}
-    live(range(NUM_STORING), **kind, stores=True, in_memory=True)
+    live(range(NUM_WHERE_RARE), **kind, stores=True, in_memory=True)
 
 
 def test_group_with_one_prompt_holds_its_full_blocks_once() -> None:
