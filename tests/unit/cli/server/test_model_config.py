@@ -1,9 +1,7 @@
 """Slips in a config.pbtxt are found before a server is started, and named."""
 
-import importlib.util
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from quire_cli.errors import CommandError
@@ -55,7 +53,7 @@ def test_the_demo_models_is_fine() -> None:
 def test_nothing_is_checked_without_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.pbtxt").write_text("nonsense")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("quire_cli.server.model_config.package_folder", lambda name: None)
     check_model_configs(tmp_path, pytest.fail)
 
 
@@ -67,8 +65,7 @@ def test_nothing_is_checked_where_the_schema_cannot_be_loaded(
     (tmp_path / "m" / "config.pbtxt").write_text("nonsense")
     (tmp_path / "tritonclient" / "grpc").mkdir(parents=True)
     (tmp_path / "tritonclient" / "grpc" / "model_config_pb2.py").write_text(loader)
-    package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "tritonclient")])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr("quire_cli.server.model_config.package_folder", lambda name: tmp_path / name)
     check_model_configs(tmp_path, pytest.fail)
 
 
