@@ -18,8 +18,8 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreRequest, ModelRunnerOutput
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 
 DEMO = Path(__file__).resolve().parents[2] / "model_repository" / "tinypy" / "1" / "model"
 KV_CACHE_BYTES = 256 * 2**20

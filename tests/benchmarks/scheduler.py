@@ -15,8 +15,8 @@ from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import RequestOptions, SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 
 PROMPT_LENGTH = 100
 BLOCK_SIZE = 16

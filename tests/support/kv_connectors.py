@@ -15,7 +15,7 @@ from quire_engine.config import KVTransferConfig
 from quire_engine.kv_connector.board import ROW, TransferBoard
 from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
 from quire_engine.messages import KVConnectorMetadata, KVLoad
-from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.scheduler import Scheduler
 from support.scheduling import FakeModelRunner
 
 if TYPE_CHECKING:

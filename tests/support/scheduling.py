@@ -32,11 +32,10 @@ from quire_engine.messages import (
     SchedulerOutput,
 )
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.adapters import AdapterScheduler
 from quire_engine.scheduler.drafter import PATIENCE, Drafter, Proposer
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.scheduler import FillBitmask
+from quire_engine.scheduler.scheduler import FillBitmask, Scheduler
 from quire_engine.scheduler.step_time import StepCurve
 
 __all__ = [

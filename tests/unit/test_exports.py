@@ -78,7 +78,7 @@ def test_exported_names_exist(module: str, path: Path) -> None:
         assert name in bound_there, f"{home}.{name} does not exist"
 
 
-@pytest.mark.parametrize("name", ["quire_engine", "quire_engine.models", "quire_engine.scheduler"])
+@pytest.mark.parametrize("name", ["quire_engine", "quire_engine.models"])
 def test_names_loaded_on_first_use_come_from_where_type_checkers_look(name: str) -> None:
     face = import_module(name)
     assert face.__file__ is not None

@@ -204,7 +204,7 @@ def test_bookkeeping_never_imports_torch() -> None:
     "module",
     [
         "quire_engine",
-        "quire_engine.scheduler",
+        "quire_engine.scheduler.scheduler",
         "quire_engine.messages",
         "quire_engine.models",
         "quire_engine.async_llm",

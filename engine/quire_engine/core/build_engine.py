@@ -15,11 +15,10 @@ from quire_engine.lora import AdaptableModules
 from quire_engine.messages import EngineCoreReady
 from quire_engine.models import CheckpointConfig, ServedCheckpoint, read_checkpoint
 from quire_engine.models.layers.expert_placement import check_redundancy
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.adapters import AdapterScheduler
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.kv_connector import KVConnector
-from quire_engine.scheduler.scheduler import FillBitmask
+from quire_engine.scheduler.scheduler import FillBitmask, Scheduler
 from quire_engine.spec_decode import make_proposer
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager

@@ -42,9 +42,9 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot, StepComposition, StepSeconds
 from quire_engine.stats import SchedulerStats, StepStats

@@ -15,8 +15,8 @@ from quire_engine.core.engine_core import StepHistory
 from quire_engine.frontend.introspection import combine_blocks, combine_requests
 from quire_engine.frontend.request_state import ParentRequest, RequestState
 from quire_engine.messages import EngineCoreRequest, UtilityOutput
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import MAX_OWN_EVENTS
+from quire_engine.scheduler.scheduler import Scheduler
 from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.snapshot import (
     MAX_EVENTS,

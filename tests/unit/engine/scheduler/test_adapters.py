@@ -9,9 +9,9 @@ from quire_engine.adapters.board import AdapterBoard, LoadOutcome, row_length
 from quire_engine.lora import Adapter
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, SchedulerOutput
 from quire_engine.sampling_params import RequestOptions, SamplingParams, StructuredOutputsParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.adapters import AdapterScheduler
 from quire_engine.scheduler.request import Request, RequestStatus
+from quire_engine.scheduler.scheduler import Scheduler
 from support.scheduling import FakeModelRunner, make_request, make_scheduler, undisturbed_output
 
 

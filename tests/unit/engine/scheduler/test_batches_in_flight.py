@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from quire_engine.messages import FinishReason, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.scheduler import Scheduler
 from support.scheduling import make_request, make_requests, make_scheduler
 
 

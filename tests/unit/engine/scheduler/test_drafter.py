@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 from quire_engine.messages import DraftTokens, EngineCoreOutput, FinishReason, GrammarBitmask, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 from quire_engine.stats import DraftStats, StepStats
 from support.scheduling import (
     VOCAB_SIZE,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 from support.scheduling import (
     FakeModelRunner,
     make_request,

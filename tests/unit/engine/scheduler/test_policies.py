@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason
 from quire_engine.sampling_params import RequestOptions, SamplingParams
-from quire_engine.scheduler import PriorityRequestQueue, Scheduler
 from quire_engine.scheduler.request import Request, RequestStatus
+from quire_engine.scheduler.request_queue import PriorityRequestQueue
+from quire_engine.scheduler.scheduler import Scheduler
 from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step, undisturbed_output
 from support.virtual_clock import Clock
 

@@ -20,8 +20,8 @@ from quire_engine.kv_cache import STATE, KVCacheGroups
 from quire_engine.kv_cache.groups import STATES_PER_REQUEST
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import RequestOptions, SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 from quire_engine.scheduler.slo_policy import SLOPolicy
 from quire_engine.scheduler.step_time import StepLoad, StepTime
 from quire_engine.slo import NO_TARGETS, SLOTargets

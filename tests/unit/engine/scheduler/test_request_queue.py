@@ -1,7 +1,7 @@
 """FCFSRequestQueue: by arrival, preempted requests first."""
 
 import pytest
-from quire_engine.scheduler import FCFSRequestQueue
+from quire_engine.scheduler.request_queue import FCFSRequestQueue
 from support.scheduling import make_request
 
 

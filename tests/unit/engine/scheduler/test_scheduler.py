@@ -8,8 +8,8 @@ import pytest
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from quire_engine.pooling import Pooled
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request, RequestStatus
+from quire_engine.scheduler.scheduler import Scheduler
 from support.scheduling import (
     FakeModelRunner,
     make_request,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.scheduling import FakeModelRunner, make_request, make_requests, make_scheduler, undisturbed_output
 

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from quire_engine.messages import FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import Scheduler
 from quire_engine.scheduler.step_time import StepCurve
 from quire_engine.stats import StepStats
 from support.scheduling import (
