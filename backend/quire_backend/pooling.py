@@ -244,11 +244,11 @@ def _embedding_request(tensors: Mapping[str, Tensor]) -> tuple[list[Any], dict[s
     )
     are_texts = isinstance(prompts, list) and all(isinstance(one, str) for one in prompts)
     if not prompts or not (are_ids or are_texts) or len(prompts) > MAX_PROMPTS:
-        raise RequestError(
-            name, f"{name}: input must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
+        raise RequestError.because(
+            name, f"input must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
         )
     if not isinstance(params, dict):
-        raise RequestError(name, f"{name}: pooling_params must be an object, not {json_type(params)}")
+        raise RequestError.because(name, f"pooling_params must be an object, not {json_type(params)}")
     dimensions = params.get("dimensions")
     if isinstance(dimensions, list) and len(dimensions) == 1:  # as vllm_backend takes them
         params = {**params, "dimensions": dimensions[0]}

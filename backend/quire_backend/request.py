@@ -275,7 +275,7 @@ def decode_images(images: Sequence[bytes]) -> list[bytes | Video | ImageEmbeds]:
     try:
         return [decode_media(image) for image in images]
     except ValueError as error:
-        raise RequestError("image", f"image: {str(error).removeprefix('multi_modal_data: ')}") from None
+        raise RequestError.because("image", str(error).removeprefix("multi_modal_data: ")) from None
 
 
 def parse_conversation(tensor: Tensor) -> Conversation | LongConversation:
@@ -305,11 +305,11 @@ def _conversation(text: str, max_items: int | None = None) -> Conversation:
             f"not {json_type(messages)}",
         )
     if values.get("add_generation_prompt") and values.get("continue_final_message"):
-        raise RequestError("messages", f"messages: {TWO_ENDINGS}")
+        raise RequestError.because("messages", TWO_ENDINGS)
     try:
         return msgspec.convert(values, Conversation)
     except msgspec.ValidationError as error:
-        raise RequestError("messages", f"messages: {error}") from None
+        raise RequestError.because("messages", str(error)) from None
 
 
 def _decode_long(text: str, max_items: int) -> Any:

@@ -59,7 +59,7 @@ MIXTURES = {  # hidden size, an expert's intermediate size, layers, query heads,
 HYBRIDS = ("h800",)
 TINYPY = Path(__file__).resolve().parents[2] / "model_repository" / "tinypy"
 TRAINED = {"tinypy-mtp": ("mtp", "--own-contexts", "2048", "--own-text", "256", "768", "--long-from", "0.7")}
-"""And what `train_drafts.py` is told."""
+"""Name → arguments of `train_drafts.py`."""
 PUBLISHED = {
     "smollm2": (real_models.smollm2, real_models.smollm2_gguf),
     "gemma3": (real_models.gemma3, real_models.gemma3_gguf),

@@ -335,7 +335,7 @@ def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server, sta
     before = set(echo_server.run_id.processes())
     killed = start("--model-repository", echo)
     with no_sweeps():
-        # All at once, so that nobody tidies up: the child of the stub is left, shared memory, and the directory.
+        # All at once, so that no process cleans up: the child of the stub is left, shared memory, and the directory.
         for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
             os.kill(pid, signal.SIGKILL)
         killed.wait()

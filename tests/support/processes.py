@@ -128,7 +128,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether a condition comes true within a time."""
+    """Whether a condition comes true within a time. Polls back off: most ask a server, which they slow down."""
     began = time.monotonic()
     while not condition():
         waited = time.monotonic() - began

@@ -20,6 +20,7 @@ from typing import Any
 
 from quire_cli.server.run_directory import RunId
 from support.faults import put_fault
+from support.processes import eventually
 from support.sweeps import sweeping
 
 __all__ = [
@@ -184,13 +185,8 @@ def health(server: Server, endpoint: str = "") -> tuple[int, dict[str, Any]]:
 
 
 def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
-    """Poll until something holds; fail when the deadline passes first. The longer it takes the more seldom is looked:
-    most looks ask a server, which would start the more slowly."""
-    began = time.monotonic()
-    while not is_true():
-        waited = time.monotonic() - began
-        assert waited < deadline_s, f"{what}: not within {deadline_s} s"
-        time.sleep(min(max(0.02, waited / 10), 0.2))
+    """Poll until something holds; fail when the deadline passes first."""
+    assert eventually(lambda: bool(is_true()), deadline_s), f"{what}: not within {deadline_s} s"
 
 
 def _wait_for_ready_line(server: Server) -> tuple[str, str, str]:

@@ -3,10 +3,10 @@
 import importlib.util
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from quire_engine.errors import did_you_mean
 from quire_engine.system.extras import package_folder
 
 from quire_cli.errors import CommandError
@@ -82,15 +82,10 @@ def _explained(schema: Any, message: str) -> tuple[str, str]:
     pool = schema.DESCRIPTOR.pool
     if found := _NO_FIELD.search(message):
         known = [field.name for field in pool.FindMessageTypeByName(found["type"]).fields]
-        meant = _meant(found["name"], known)
+        meant = did_you_mean(found["name"], known)
         return f"{found['type'].rpartition('.')[2]} has no field {found['name']!r}{meant}", "" if meant else "field"
     if found := _NO_VALUE.search(message):
         known = [value.name for value in pool.FindEnumTypeByName(found["type"]).values]
-        meant = _meant(found["name"], known)
+        meant = did_you_mean(found["name"], known)
         return f"{found['name']} is none of {', '.join(known)}{meant}", "" if meant else "value"
     return " ".join(_PLACE.sub("", message).split()).rstrip("."), ""
-
-
-def _meant(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

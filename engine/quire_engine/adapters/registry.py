@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeGuard
 
@@ -10,7 +9,7 @@ import msgspec
 
 from quire_engine.adapters.checkpoint import AdapterCheckpoint
 from quire_engine.config import LoRAConfig
-from quire_engine.errors import RequestError, UnknownAdapterError, quote
+from quire_engine.errors import RequestError, UnknownAdapterError, did_you_mean, quote
 from quire_engine.lora import AdaptableModules, Adapter, AdapterInfo, LoRARequest
 from quire_engine.stats import AdapterStats
 
@@ -157,6 +156,5 @@ class AdapterRegistry:
             raise UnknownAdapterError(PARAMETER, "LoRA feature is not enabled. Set enable_lora to true in model.json")
 
     def _unknown(self, name: str) -> UnknownAdapterError:
-        near = get_close_matches(name, list(self._infos), n=1) if isinstance(name, str) and len(name) < 200 else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, list(self._infos)) if isinstance(name, str) else ""
         return UnknownAdapterError(PARAMETER, f"lora_name is {quote(name)}; there is no such adapter{hint}")

@@ -74,4 +74,4 @@ def _image_content(image: Any) -> tuple[bytes, tuple[int, int] | None]:
 def unusable(reason: str, job: processing.Job | None = None) -> RequestError:
     """The error of an image, or of a job's video."""
     what = "an image" if job is None or job.frame_bytes is None else "a video"
-    return RequestError("multi_modal_data", f"multi_modal_data: {what} cannot be used: {reason}")
+    return RequestError.because("multi_modal_data", f"{what} cannot be used: {reason}")

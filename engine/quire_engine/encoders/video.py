@@ -116,7 +116,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def _error(reason: str) -> RequestError:
-    return RequestError("multi_modal_data", f"multi_modal_data: {reason}")
+    return RequestError.because("multi_modal_data", reason)
 
 
 def read_url(url: str, decode: Callable[[str], bytes]) -> Video:
