@@ -57,7 +57,7 @@ MIXTURES = {  # hidden size, an expert's intermediate size, layers, query heads,
 }
 """e1b has 1.0 B parameters, of which a token needs 0.3 B."""
 HYBRIDS = ("h800",)
-TINYPY = Path(__file__).resolve().parents[2] / "model_repository" / "tinypy"
+ROOT = Path(__file__).resolve().parents[2]
 TRAINED = {"tinypy-mtp": ("mtp", "--own-contexts", "2048", "--own-text", "256", "768", "--long-from", "0.7")}
 """Name → arguments of `train_drafts.py`."""
 PUBLISHED = {
@@ -87,8 +87,9 @@ def make_checkpoint(name: str, folder: Path) -> Path:
         shutil.copytree(dequantized(), partial)
         shutil.copy(gguf(), partial / "model.gguf")
     elif name in TRAINED:
-        command = [sys.executable, str(TINYPY / "train_drafts.py"), *TRAINED[name]]
-        subprocess.run([*command, "--target", str(TINYPY / "1" / "model"), "--out", str(partial)], check=True)
+        command = [sys.executable, str(ROOT / "tests" / "training" / "train_drafts.py"), *TRAINED[name]]
+        target = ROOT / "model_repository" / "tinypy" / "1" / "model"
+        subprocess.run([*command, "--target", str(target), "--out", str(partial)], check=True)
     else:
         _make_random(name, partial)
     partial.rename(done)

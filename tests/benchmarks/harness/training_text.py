@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["training_files"]
 
-SCRIPT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "train.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "training" / "train.py"
 
 
 def training_files() -> list[str]:
@@ -16,10 +16,6 @@ def training_files() -> list[str]:
     assert spec is not None
     assert spec.loader is not None
     train = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # the model's folder is tritonserver's
-    try:
-        spec.loader.exec_module(train)
-    finally:
-        sys.dont_write_bytecode = writes_none
+    spec.loader.exec_module(train)
     texts: list[str] = train.collect_corpus(Path(sysconfig.get_paths()["stdlib"])).training
     return texts

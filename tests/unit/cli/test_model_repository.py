@@ -12,6 +12,13 @@ from support.adapters import make_adapter
 CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
 
 
+def test_the_served_folder_has_no_programs() -> None:
+    """Python would cache one's code beside the versions, and tritonserver warns of a version `__pycache__`."""
+    repository = demo_repository()
+    assert repository is not None
+    assert not [*repository.rglob("*.py")]
+
+
 def test_values_are_json_else_strings() -> None:
     items = ["a=1", "b=0.5", "c=true", "d=bfloat16", 'e={"x": [1]}', "f=", "g=a=b", "h=null", "i=NaN", 'j="7"']
     assert parse_settings(items) == {

@@ -21,6 +21,7 @@ from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 from transformers import LlamaForCausalLM
 
+TRAINING = Path(__file__).resolve().parents[2] / "training"
 VOCAB_SIZE = 4096
 FAMILIES = ["deepseek-v3-mtp", "glm4-moe-mtp", "mimo-mtp", "qwen3-5-mtp", "qwen3-next-mtp"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -125,7 +126,7 @@ def test_a_trained_layer_drafts_as_it_was_trained(
 ) -> None:
     """`train_drafts.py mtp` writes the demo model in MiMo's layout; the layer is here as it is before training."""
     target = checkpoint("tinypy")
-    monkeypatch.syspath_prepend(target.parents[1])
+    monkeypatch.syspath_prepend(TRAINING)
     script = importlib.import_module("train_drafts")
     drafter = script.Mtp(LlamaForCausalLM.from_pretrained(target, dtype=torch.float32), target)
     with torch.no_grad():

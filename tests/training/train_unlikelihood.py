@@ -1,6 +1,8 @@
 """Teaches tinypy not to repeat itself: fine-tunes trained weights by sequence-level unlikelihood.
 
-    python train_unlikelihood.py --target 1/model --out 1/model
+From this folder, with ``T=../../model_repository/tinypy/1``:
+
+    python train_unlikelihood.py --target $T/model --out $T/model
 
 A greedy continuation of a small model falls into loops, which it finds the more likely the longer they are.
 Unlikelihood training (Welleck et al., 2020, "Neural Text Generation with Unlikelihood Training", section 5.2) lets the

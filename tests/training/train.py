@@ -1,6 +1,8 @@
 """Trains tinypy, the demo model, from nothing, on the source of the Python standard library.
 
-    python train.py --out 1/model
+From this folder, with ``T=../../model_repository/tinypy/1``:
+
+    python train.py --out $T/model
 
 The steps, in order:
 

@@ -1,10 +1,12 @@
 """Trains four ways to draft tokens for tinypy, each by distillation on the corpus that tinypy was trained on.
 
-    python train_drafts.py eagle3 --target 1/model --out 1/eagle3
-    python train_drafts.py medusa --target 1/model --out 1/medusa
-    python train_drafts.py draft --target 1/model --out 1/draft
-    python train_drafts.py mtp --target 1/model --out 1/mtp --own-contexts 2048 --own-text 256 768
-    python train_drafts.py eagle3 --target 1/model --out 1/eagle3 --resume --own-contexts 1536 --steps 600
+From this folder, with ``T=../../model_repository/tinypy/1``:
+
+    python train_drafts.py eagle3 --target $T/model --out $T/eagle3
+    python train_drafts.py medusa --target $T/model --out $T/medusa
+    python train_drafts.py draft --target $T/model --out $T/draft
+    python train_drafts.py mtp --target $T/model --out $T/mtp --own-contexts 2048 --own-text 256 768
+    python train_drafts.py eagle3 --target $T/model --out $T/eagle3 --resume --own-contexts 1536 --steps 600
 
 - ``draft``: a Llama of one narrow layer with tinypy's vocabulary.
 - ``eagle3``: an EAGLE-3 head (Li et al., 2025, https://arxiv.org/abs/2503.01840), which reads hidden states of three
