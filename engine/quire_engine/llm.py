@@ -1,7 +1,6 @@
 """LLM: the engine for offline use. Same engine core, same process, no server."""
 
 import contextlib
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,7 +43,7 @@ from quire_engine.outputs import (
 from quire_engine.pooling import PoolingInfo, PoolingParams, number_texts, pair_texts, similarity
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
-from quire_engine.system.memory import paused_gc
+from quire_engine.system.memory import freeze_imported, paused_gc
 
 LoRAs = LoRARequest | Adapter | Sequence[LoRARequest | Adapter | None] | None
 """One adapter for all prompts, or one or none for each."""
@@ -81,7 +80,7 @@ class LLM:
             with paused_gc():  # this imports torch, while a process tries the tokenizer
                 from quire_engine.core.build_engine import build_engine
 
-                gc.freeze()  # the first collection would walk all that was imported
+                freeze_imported()
             tokenizer = loading.result()
         with contextlib.ExitStack() as on_failure:
             self._kv_memory = KVMemory(config)

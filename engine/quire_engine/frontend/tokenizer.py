@@ -1,10 +1,11 @@
 """Loads a checkpoint's tokenizer, for the frontend and the grammar compiler; the text and the bytes of tokens."""
 
+import contextlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
@@ -158,9 +159,10 @@ def _load_folder(folder: Path, source: Path, plain: bool, is_tried: bool) -> Any
             import transformers
 
             loader: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with _library_warns_of_nothing():
+            tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             check_limits(backend)
     except CheckpointError:
@@ -214,6 +216,19 @@ def _decodes_plainly(tokenizer: Any) -> bool:
 
     fast: Any = PreTrainedTokenizerFast
     return (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) == (fast.decode, fast._decode)
+
+
+@contextlib.contextmanager
+def _library_warns_of_nothing() -> Iterator[None]:
+    """Its warnings concern its models: it names a type that it does not know, which the engine may well know."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _reason(error: BaseException) -> str:

@@ -16,7 +16,6 @@ When there is nothing to do the process blocks in poll and uses no CPU. SIGUSR1 
 """
 
 import faulthandler
-import gc
 import logging
 import os
 import queue
@@ -53,6 +52,7 @@ from quire_engine.messages import (
 from quire_engine.models.served import read_checkpoint
 from quire_engine.system.child_process import die_with_parent, end_with_stdin
 from quire_engine.system.log_lines import log_to_stderr
+from quire_engine.system.memory import freeze_imported
 from quire_engine.worker.arguments import WorkerArguments, rank_state
 from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import StepClock, SubmittedStep
@@ -178,13 +178,12 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Serve until `Shutdown` comes."""
-        gc.freeze()  # else a full collection walks all imported objects: 0.15 s without a token
+        freeze_imported()
         while True:
             request = self._calls.read_with(self._decoder.decode)
             if self._responder is not None and not isinstance(request.call, ExecuteModel):
                 self._responder.wait_until_idle()
             if isinstance(request.call, Shutdown):
-                gc.unfreeze()  # else Triton, if something has imported it, reports its objects as leaked
                 self._worker.close()
                 return
             try:

@@ -1,6 +1,8 @@
 """LLM: prompts in, outputs in their order, and what ends a request."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,13 @@ def test_bfloat16_runs(checkpoint: Callable[[str], Path]) -> None:
 def test_missing_folder() -> None:
     with pytest.raises(CheckpointError, match="/nowhere"):
         LLM("/nowhere")
+
+
+def test_a_script_that_imported_triton_ends_without_a_word(checkpoint: Callable[[str], Path]) -> None:
+    """Triton's bindings report what is not collected before the interpreter ends."""
+    script = f"import triton\nfrom quire_engine import LLM\nllm = LLM({str(checkpoint('tinypy'))!r}, max_model_len=64)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "leaked" not in result.stderr
 
 
 def test_one_generation_at_a_time(llm: LLM) -> None:

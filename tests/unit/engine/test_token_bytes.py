@@ -1,5 +1,6 @@
 """The bytes of tokens: together those of the text, for each way in which tokenizers name them."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer, token_bytes
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire_engine.outputs import Logprob, RequestOutput
+from support.checkpoints import edit_json
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 BYTE_LEVEL = load_tokenizer(TINYPY)
@@ -25,6 +28,19 @@ def tokenizer_of(names: Sequence[str], decoder: decoders.Decoder) -> PreTrainedT
     backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
     backend.decoder = decoder
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_a_type_that_transformers_does_not_know_brings_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(TINYPY, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", model_type="mimo")
+    logging.add_handler(caplog.handler)
+    try:
+        load_tokenizer(tmp_path)
+    finally:
+        logging.remove_handler(caplog.handler)
+    assert not caplog.records
 
 
 @settings(max_examples=200, deadline=None)
