@@ -1,8 +1,8 @@
 """Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights, a mixture of
 experts like Qwen3's, and published models.
 
-    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b h800 tinypy-mtp smollm2
-                                                            gemma3]
+    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b h800 m400-walk-mtp tinypy-mtp
+                                                            smollm2 gemma3]
 
 Each is a Hugging Face folder: bf16 safetensors, a byte-level BPE tokenizer trained on Python's standard library, a chat
 template. Their text is noise: they are for speed, and for token-exactness in float32, never for quality. A checkpoint
@@ -12,6 +12,9 @@ m400-walk says after each token a fixed other one (`walk_order` of workload.py),
 really says can be one that stands in the prompt. See harness/walk.py.
 
 h800 is a hybrid in the shape of Qwen3.5-0.8B: 18 layers of linear attention, and 6 of attention.
+
+m400-walk-mtp is m400-walk with a layer of multi-token prediction, which drafts the walk with mistakes: about four of
+five drafts are right, as of a layer that was trained (harness/walk.py).
 
 tinypy-mtp is tinypy with a layer of multi-token prediction, which is trained here, on tinypy's own text: that takes
 some minutes of two idle cores.
@@ -52,19 +55,22 @@ SHAPES = {  # hidden size, intermediate size, layers, query heads, key/value hea
 }
 WALKS = {"m400-walk": "m400"}
 """And their shapes."""
+PREDICTING = {"m400-walk-mtp": "m400-walk"}
+"""And what they are without a layer of multi-token prediction."""
 MIXTURES = {  # hidden size, an expert's intermediate size, layers, query heads, key/value heads, experts, of each token
     "e1b": (1024, 512, 18, 16, 4, 32, 8),
 }
 """e1b has 1.0 B parameters, of which a token needs 0.3 B."""
 HYBRIDS = ("h800",)
 ROOT = Path(__file__).resolve().parents[2]
+TRAINING = ROOT / "tests" / "training"
 TRAINED = {"tinypy-mtp": ("mtp", "--own-contexts", "2048", "--own-text", "256", "768", "--long-from", "0.7")}
 """Name → arguments of `train_drafts.py`."""
 PUBLISHED = {
     "smollm2": (real_models.smollm2, real_models.smollm2_gguf),
     "gemma3": (real_models.gemma3, real_models.gemma3_gguf),
 }
-MODELS = [*SHAPES, *WALKS, *MIXTURES, *HYBRIDS]
+MODELS = [*SHAPES, *WALKS, *PREDICTING, *MIXTURES, *HYBRIDS]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -87,9 +93,11 @@ def make_checkpoint(name: str, folder: Path) -> Path:
         shutil.copytree(dequantized(), partial)
         shutil.copy(gguf(), partial / "model.gguf")
     elif name in TRAINED:
-        command = [sys.executable, str(ROOT / "tests" / "training" / "train_drafts.py"), *TRAINED[name]]
+        command = [sys.executable, str(TRAINING / "train_drafts.py"), *TRAINED[name]]
         target = ROOT / "model_repository" / "tinypy" / "1" / "model"
         subprocess.run([*command, "--target", str(target), "--out", str(partial)], check=True)
+    elif name in PREDICTING:
+        _add_prediction(make_checkpoint(PREDICTING[name], folder), partial)
     else:
         _make_random(name, partial)
     partial.rename(done)
@@ -127,6 +135,20 @@ def _write_weights(name: str, folder: Path) -> None:
     if name in WALKS:
         teach_walk(model, walk_order())
     model.save_pretrained(folder)
+
+
+def _add_prediction(target: Path, partial: Path) -> None:
+    import torch
+    from harness.walk import teach_prediction
+    from transformers import LlamaForCausalLM
+
+    sys.path.insert(0, str(TRAINING))
+    from train_drafts import Mtp
+
+    torch.manual_seed(0)
+    layer = Mtp(LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16), target)
+    teach_prediction(layer.module.input_proj)
+    layer.save(partial)
 
 
 def _mixture_config(name: str) -> "PreTrainedConfig":

@@ -30,10 +30,10 @@ wonder. Everything else is the model's own text, and there each token that diffe
 Drafts by a model need one that was trained for it, which tinypy has: beside its folder are `draft`, `eagle3` and
 `medusa`, and what is not there is passed over. `mtp` needs a checkpoint with a layer of multi-token prediction: give
 its folder among `--models`, which has tinypy's workloads, or tinypy-mtp. That is tinypy with such a layer, which is
-trained before the first measurement (checkpoints.py). They draft only the model's own text, as they know what the
-model says, not what is forced. With `--acceptance rejection` sampled requests get other tokens, so that only speed and
-acceptance length are compared. A model that drafts computes the prompts, too, with the first draft: that is a part of
-the prompts' time.
+trained before the first measurement (checkpoints.py). m400-walk-mtp has a layer of the size of m400's that drafts its
+walk with mistakes. They draft only the model's own text, as they know what the model says, not what is forced. With
+`--acceptance rejection` sampled requests get other tokens, so that only speed and acceptance length are compared. A
+model that drafts computes the prompts, too, with the first draft: that is a part of the prompts' time.
 
 Then drafting from the text so far in other engines, as far as peers/setup.sh has installed them: m400-walk, one stream,
 each in a process of its own (harness/lookups.py).
@@ -75,6 +75,7 @@ MODELS = {
     "s60": WORKLOADS,
     "tinypy": ("files", "files_sampled", "agentic", "chat", "random", "greedy", "misleading"),
     "m400-walk": ("walk",),
+    "m400-walk-mtp": ("walk",),
 }
 MODELS["tinypy-mtp"] = MODELS["tinypy"]
 """Models and their workloads; those of tinypy are those of any checkpoint whose folder is given, too."""

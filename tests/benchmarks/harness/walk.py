@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["teach_walk"]
+__all__ = ["teach_prediction", "teach_walk"]
+
+NOISE = 6.0
+"""Of a prediction's input, relative to the token's embedding: four of five drafts are right."""
 
 
 @torch.no_grad()
@@ -31,3 +34,17 @@ def teach_walk(model: Any, order: Sequence[int]) -> None:
     head[tokens.roll(-1)] = embeddings[tokens]
     model.get_output_embeddings().weight.copy_(head)
     embeddings.div_(model.config.initializer_range)
+
+
+@torch.no_grad()
+def teach_prediction(projection: torch.nn.Linear) -> None:
+    """Change a layer of multi-token prediction in place, so that it drafts the walk, too, with mistakes.
+
+    It reads the norms of the hidden state h and of the next token's embedding e, and ends with the model's head. Beside
+    e, which is enough for the walk, `projection` keeps h in a random direction, as noise::
+
+        out = NOISE · R h + e        R: random, of the same norm
+    """
+    size = projection.out_features
+    noise = torch.randn(size, size) * (NOISE / size**0.5)
+    projection.weight.copy_(torch.cat([noise, torch.eye(size)], dim=1))
