@@ -1,13 +1,11 @@
 """Functions that a request offers to the model: what it may call, and what it must."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire_gateway.custom_tools import as_function
 from quire_gateway.errors import InvalidRequestError
-from quire_gateway.tool_schemas import DanglingReferenceError, hoist
 
 MAX_TOOLS = 128
 """As with OpenAI."""
@@ -42,22 +40,29 @@ class ToolChoice:
         """
         if self.kind == "auto":
             return None
-        definitions: dict[str, Any] = {}
-        calls = []
-        for number, tool in enumerate(self.tools):
-            function = tool["function"]
-            if self.kind == "required" or function["name"] == self.name:
-                parameters, moved = _parameters(function, number)
-                definitions |= moved
-                calls.append(_call_schema(function["name"], parameters))
-        if self.kind == "named":
-            schema: dict[str, Any] = dict(parameters)
-        else:
-            schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-            schema |= {} if self.is_parallel else {"maxItems": 1}
-        schema |= {"$defs": definitions} if definitions else {}
+        schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object", "properties": {}}
+            for tool in self.tools
+        }
+        kind: dict[str, Any] = {"json": schemas[self.name]} if self.kind == "named" else self._list_of_calls(schemas)
         # White space between values, which the model could go on with until the end of its context, has no meaning.
-        return {"json": schema, "disable_any_whitespace": True}
+        return {**kind, "disable_any_whitespace": True}
+
+    def _list_of_calls(self, schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """A structural tag, in which each schema stays whole: the references in it are relative to its own root."""
+        tags = [
+            {
+                "type": "tag", "begin": f'{{"name": "{name}", "parameters": ', "end": "}",
+                "content": {"type": "json_schema", "json_schema": schema},
+            }
+            for name, schema in schemas.items()
+        ]  # fmt: skip
+        calls = {
+            "type": "tags_with_separator", "tags": tags, "separator": ", ", "at_least_one": True,
+            "stop_after_first": not self.is_parallel,
+        }  # fmt: skip
+        begin, end = ({"type": "const_string", "value": bracket} for bracket in "[]")
+        return {"structural_tag": {"format": {"type": "sequence", "elements": [begin, calls, end]}}}
 
 
 def parse_tools(value: Any) -> list[dict[str, Any]]:
@@ -147,22 +152,3 @@ def _allowed(value: Any, functions: dict[str, dict[str, Any]]) -> tuple[Any, dic
     if not functions.keys() >= names:
         raise InvalidRequestError("tool_choice", "tool_choice.allowed_tools.tools must hold tools of the request alone")
     return mode, {name: function for name, function in functions.items() if name in names}
-
-
-def _parameters(function: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
-    try:
-        return hoist(schema, str(number))
-    except DanglingReferenceError as error:
-        raise InvalidRequestError(
-            "tools", f"tools: in the parameters of {function['name']}, $ref {str(error)[:100]!r} refers to no schema"
-        ) from None
-
-
-def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": parameters},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
