@@ -86,7 +86,7 @@ def throughput(
     settings: Settings = None,
     num_prompts: Annotated[int, "Requests, which come all at once."] = 100,
     dataset_name: Annotated[str, "mixed, random, sharegpt, …: see quire bench serve."] = "mixed",
-    dataset_path: Annotated[Path | None, ("FILE", "Of sharegpt and mooncake.")] = None,
+    dataset_path: Annotated[Path | None, ("FILE", "Of sharegpt.")] = None,
     input_len: Annotated[int, "Of random: tokens per prompt."] = 1024,
     output_len: Annotated[int, "Of random: tokens per answer."] = 128,
     seed: Annotated[int, "Of prompts and lengths."] = 0,

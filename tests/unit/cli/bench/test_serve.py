@@ -68,7 +68,7 @@ def test_failed_requests_are_told_by_kind(capsys: pytest.CaptureFixture[str]) ->
         (["--base-url", "http://x:1"], "for backend grpc it must be HOST:PORT"),
         (["--backend", "openai", "--base-url", "x:1"], "for backend openai it must be http://HOST:PORT"),
         (["--dataset-name", "sharegpt"], "dataset_path is not given"),
-        (["--dataset-name", "mooncake", "--dataset-path", "/absent"], "dataset_path /absent cannot be read"),
+        (["--dataset-name", "sharegpt", "--dataset-path", "/absent"], "dataset_path /absent cannot be read"),
         (["--goodput", "fast"], "goodput is 'fast'"),
         (["--slo-class", "chat:0"], "slo_class is 'chat:0'"),
         (["--lora", ":2"], "lora is ':2'"),

@@ -192,7 +192,7 @@ def test_objectives_that_nothing_meets(machine: Machine, tmp_path: Path, capsys:
         (["--try", "dtype=[1]"], "dtype is tried, and has a value as well"),
         (["--attainment", "2"], "attainment is 2.0"),
         (["--seconds", "0"], "seconds is 0.0"),
-        (["--dataset-name", "mooncake", "--dataset-path", "/absent"], "dataset_path /absent cannot be read"),
+        (["--dataset-name", "sharegpt", "--dataset-path", "/absent"], "dataset_path /absent cannot be read"),
     ],
 )
 def test_bad_options_are_wrong_usage(
