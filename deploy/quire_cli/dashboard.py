@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from urllib.parse import quote
 
 from quire_dashboard.launch import streamlit_command
