@@ -231,7 +231,7 @@ async def _json(num_bytes: int, value: object) -> Response:
 
 async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, answer: Answer) -> Response:
     limits: RequestLimits = request.app.state.limits
-    await run_if_large(num_bytes, limits.check, asked)
+    limits.check(asked)
     num_bytes, asked = await _with_media(request, num_bytes, asked)
     deltas = generate(
         client_of(request), asked, num_bytes,

@@ -17,7 +17,6 @@ from quire_engine.errors import RequestError
 from quire_engine.frontend.chat_template import TWO_ENDINGS
 from quire_engine.frontend.image_parts import read_image, split_images
 
-from quire_gateway.custom_tools import arguments_of
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.fields import Fields
 from quire_gateway.requests import GenerationRequest, take_common
@@ -195,10 +194,6 @@ def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     """A call with its arguments as an object, as chat templates expect them."""
-    custom = call.get("custom")
-    if call.get("type") == "custom" and isinstance(custom, dict) and isinstance(custom.get("name"), str):
-        stands_for_it = {"name": custom["name"], "arguments": arguments_of(custom.get("input"))}
-        return {"id": call.get("id"), "type": "function", "function": stands_for_it}
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError("messages", f"{place}.function must be an object with name and arguments")

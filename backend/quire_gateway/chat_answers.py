@@ -10,7 +10,6 @@ import msgspec
 
 from quire_gateway.answers import ChoicesAnswer, bytes_of, text_of
 from quire_gateway.chat import ChatRequest
-from quire_gateway.custom_tools import CustomInputs
 from quire_gateway.output_parser import CallStart, Content, OutputParser, Piece, Reasoning
 from quire_gateway.requests import GenerationRequest
 from quire_gateway.triton_messages import Delta, position_of
@@ -33,18 +32,11 @@ class AnswerReader:
 
     def __init__(self, request: ChatRequest, parser: OutputParser | None) -> None:
         self._request, self._parser = request, parser
-        self.custom = request.tool_choice.custom if request.tool_choice else frozenset[str]()
-        """Names of custom tools."""
-        self._inputs = CustomInputs(self.custom)
 
     @property
     def num_calls(self) -> int:
         """How many calls have begun."""
         return self._parser.num_calls if self._parser else 0
-
-    def is_custom(self, index: int) -> bool:
-        """Whether a call is a custom tool's."""
-        return self._inputs.is_custom(index)
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
         """The new pieces, without reasoning that the client does not want, and without more calls than it takes.
@@ -56,7 +48,7 @@ class AnswerReader:
         if self._parser is None:
             return [Content(text)]
         pieces = self._parser.feed(text) + (self._parser.finish() if is_last else [])
-        return [piece for piece in self._inputs.read(pieces, is_last=is_last) if self._is_wanted(piece)]
+        return [piece for piece in pieces if self._is_wanted(piece)]
 
     def _is_wanted(self, piece: Piece) -> bool:
         if isinstance(piece, Content):
@@ -138,7 +130,7 @@ class ChatAnswer(ChoicesAnswer):
         }  # fmt: skip
         if said.calls:
             message["content"] = content or None
-            message["tool_calls"] = self._calls(said, sequence)
+            message["tool_calls"] = _calls(said)
         return {"token_ids": None} | self._any_choice(number, delta, sequence, "message", message)
 
     def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any] | None:
@@ -149,9 +141,7 @@ class ChatAnswer(ChoicesAnswer):
         if said.content:
             news["content"] = said.content
         if said.calls:
-            news["tool_calls"] = [
-                {"index": index} | call for index, call in zip(said.calls, self._calls(said, sequence), strict=True)
-            ]
+            news["tool_calls"] = [{"index": index} | call for index, call in zip(said.calls, _calls(said), strict=True)]
         if (
             not news
             and delta.token_ids is None
@@ -166,12 +156,6 @@ class ChatAnswer(ChoicesAnswer):
         """What the new text of a sequence shows. A chat has one prompt."""
         is_last = delta.finish_reasons[sequence] is not None
         return Said(self._readers[sequence].read(delta.texts[sequence], is_last=is_last))
-
-    def _calls(self, said: Said, sequence: int) -> list[dict[str, Any]]:
-        reader = self._readers[sequence]
-        return [
-            _call(*call, kind="custom" if reader.is_custom(index) else "function") for index, call in said.calls.items()
-        ]
 
     def _any_choice(self, number: int, delta: Delta, sequence: int, name: str, content: Any) -> dict[str, Any]:
         positions = delta.logprobs[sequence]
@@ -216,10 +200,13 @@ def _token(token_id: str, item: dict[str, Any], request: GenerationRequest) -> d
     return {"token": text_of(token_id, item, request), "logprob": item["logprob"], "bytes": bytes_of(item)}
 
 
-def _call(name: str | None, arguments: str, *, kind: str) -> dict[str, Any]:
-    """A call, or what follows of one that has begun."""
-    said = {"arguments" if kind == "function" else "input": arguments}
-    return {kind: said} if name is None else {"id": call_id(), "type": kind, kind: {"name": name, **said}}
+def _calls(said: Said) -> list[dict[str, Any]]:
+    """Each call, or what follows of one that has begun."""
+    return [
+        {"function": {"arguments": arguments}} if name is None
+        else {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in said.calls.values()
+    ]  # fmt: skip
 
 
 def _of_prompt(delta: Delta) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An answer that is a list of items: reasoning, texts and calls, in the order in which the model makes them."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from quire_gateway.answers import Answer
@@ -25,10 +25,10 @@ class Item(Protocol):
         """As it is in the answer."""
 
 
-def _kind_of(piece: Piece, custom: Collection[str]) -> str:
+def _kind_of(piece: Piece) -> str:
     """The kind of item that begins with a piece."""
     if isinstance(piece, CallStart):
-        return "custom_tool_call" if piece.name in custom else "function_call"
+        return "function_call"
     return "message" if isinstance(piece, Content) else "reasoning"
 
 
@@ -39,8 +39,8 @@ class ItemsAnswer(Answer):
         request: what was asked for.
         answer_id: the answer's name.
         make_parser: makes the parser of the text; None: all of it is content.
-        make_item: makes the item of an index, from its first piece, which is of the kind `function_call`,
-            `custom_tool_call`, `message` or `reasoning`.
+        make_item: makes the item of an index, from its first piece, which is of the kind `function_call`, `message` or
+            `reasoning`.
     """
 
     ending = b""
@@ -86,7 +86,7 @@ class ItemsAnswer(Answer):
             yield from self._end_item(self._end(delta, reason))
 
     def _piece(self, piece: Piece) -> Iterator[Event]:
-        kind = self._items[-1].kind if isinstance(piece, Arguments) else _kind_of(piece, self._reader.custom)
+        kind = self._items[-1].kind if isinstance(piece, Arguments) else _kind_of(piece)
         is_other = len(self._items) == len(self._done) or self._items[-1].kind != kind
         if is_other or isinstance(piece, CallStart):
             yield from self._end_item("completed")

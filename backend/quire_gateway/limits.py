@@ -1,6 +1,5 @@
 """What one request, and one key, may ask for."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -30,12 +29,8 @@ class RequestLimits:
     max_header_bytes: int = 32 << 10
     """Of all its headers."""
     max_n: Annotated[int, "Largest n."] = 128
-    max_stop: int = 64
-    """Stop strings."""
     max_logprobs: Annotated[int, "Most log-probabilities: per token, times max_tokens, n, prompts."] = 1 << 20
     """For a chat without `max_tokens`, the limit of an answer's bytes bounds them."""
-    max_grammar_bytes: int = 256 << 10
-    """Of a schema, expression or grammar as JSON; of tools that must be called too."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -49,11 +44,8 @@ class RequestLimits:
             InvalidRequestError: it is; the message names the field.
         """
         said = request.sampling
-        n, stop = said.get("n", 1), said.get("stop")
+        n = said.get("n", 1)
         self._at_most(request, "n", n, self.max_n, "n is {}")
-        self._at_most(
-            request, "stop", len(stop) if isinstance(stop, list) else 1, self.max_stop, "stop holds {} strings"
-        )
         if "logprobs" in said:
             from quire_engine.sampling_params import SamplingParams
 
@@ -61,12 +53,6 @@ class RequestLimits:
             max_tokens = said.get("max_tokens", 0 if is_chat else SamplingParams().max_tokens)
             number = max_tokens * (said["logprobs"] + 1) * n * len(request.prompts)
             self._at_most(request, "logprobs", number, self.max_logprobs, "logprobs asks for {} of them in all")
-        structure = said.get("structured_outputs")
-        if structure is not None:
-            size = len(json.dumps(structure, ensure_ascii=False).encode(errors="replace"))
-            self._at_most(
-                request, "structured_outputs", size, self.max_grammar_bytes, "structured_outputs has {} bytes"
-            )
 
     @staticmethod
     def _at_most(request: "GenerationRequest", name: str, value: int, limit: int, what: str) -> None:

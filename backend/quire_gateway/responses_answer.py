@@ -31,6 +31,7 @@ class _Item:
     def __init__(self, index: int, piece: Piece, kind: str, logprobs: list[msgspec.Raw]) -> None:
         self.place: dict[str, Any] = {"output_index": index}
         self.kind = kind
+        self._is_call = kind == "function_call"
         self._logprobs: list[msgspec.Raw] = []
         self._new_logprobs = logprobs
         self._text = ""
@@ -45,8 +46,8 @@ class _Item:
 
     def shown(self, status: str) -> dict[str, Any]:
         """As it is in the output."""
-        if self.kind in _CALLS:
-            content: dict[str, Any] = {_CALLS[self.kind]: self._text}
+        if self._is_call:
+            content: dict[str, Any] = {"arguments": self._text}
         else:
             content = {"content": [self._part()] if status != "in_progress" else []}
         return {**self._fixed, **content, "status": status}
@@ -55,7 +56,7 @@ class _Item:
         """Events at its beginning."""
         place = {"output_index": self.place["output_index"]}
         yield {"type": "response.output_item.added", **place, "item": self.shown("in_progress")}
-        if self.kind not in _CALLS:
+        if not self._is_call:
             yield {"type": "response.content_part.added", **self.place, "content_index": 0, "part": self._part()}
 
     def add(self, text: str) -> Iterator[Event]:
@@ -69,8 +70,8 @@ class _Item:
         """Events at its end."""
         done = f"{_NAMES[self.kind]}.done"
         self._take_logprobs()
-        if self.kind in _CALLS:
-            yield {"type": done, **self.place, "name": self._fixed["name"], _CALLS[self.kind]: self._text}
+        if self._is_call:
+            yield {"type": done, **self.place, "name": self._fixed["name"], "arguments": self._text}
         else:
             yield {"type": done, **self.place, **self._extra(self._logprobs), "text": self._text}
             yield {"type": "response.content_part.done", **self.place, "content_index": 0, "part": self._part()}
@@ -91,18 +92,15 @@ class _Item:
         return taken
 
     def _extra(self, logprobs: list[msgspec.Raw]) -> dict[str, Any]:
-        extra: dict[str, Any] = {} if self.kind in _CALLS else {"content_index": 0}
+        extra: dict[str, Any] = {} if self._is_call else {"content_index": 0}
         return extra | ({"logprobs": logprobs} if self.kind == "message" else {})
 
 
-_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""A kind of call → its name for what is said in one."""
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _NAMES = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
-    "custom_tool_call": "response.custom_tool_call_input",
 }
 
 

@@ -26,7 +26,6 @@ _WHY = {
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 """The latter asks for nothing here, as reasoning comes as it is."""
-_CUSTOM = ("name", "input")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -95,17 +94,17 @@ def _tools(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for i, tool in enumerate(value):
-        if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
             raise InvalidRequestError(
-                "tools", f'tools[{i}] must be {{"type": "function", "name": …}} or custom; others are not offered'
+                "tools", f'tools[{i}] must be {{"type": "function", "name": …}}; others are not offered'
             )
     return [_nested(tool) for tool in value]
 
 
 def _nested(tool: Any) -> Any:
-    if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
+    if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
-    return {"type": tool["type"], tool["type"]: {name: part for name, part in tool.items() if name != "type"}}
+    return {"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}}
 
 
 def _tool_choice(value: Any) -> Any:
@@ -139,16 +138,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _add(messages, {"role": "assistant", "tool_calls": [call]})
-        elif kind == "custom_tool_call":
-            call = {"id": item.get("call_id"), "type": "custom", "custom": {name: item.get(name) for name in _CUSTOM}}
-            _add(messages, {"role": "assistant", "tool_calls": [call]})
-        elif kind in ("function_call_output", "custom_tool_call_output"):
+        elif kind == "function_call_output":
             output = _content(f"input[{i}].output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         else:
             raise InvalidRequestError(
-                "input",
-                f"input[{i}] must be a message, reasoning, a function_call, a custom_tool_call, or the output of one",
+                "input", f"input[{i}] must be a message, reasoning, a function_call, or a function_call_output"
             )
     return messages
 

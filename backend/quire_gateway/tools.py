@@ -1,17 +1,13 @@
 """Functions that a request offers to the model: what it may call, and what it must."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire_gateway.custom_tools import as_function
 from quire_gateway.errors import InvalidRequestError
-from quire_gateway.tool_schemas import DanglingReferenceError, hoist
 
 MAX_TOOLS = 128
 """As with OpenAI."""
-_KINDS = ("function", "custom")
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -20,15 +16,13 @@ class ToolChoice:
     """The functions of a request, and how far the model is free to call them."""
 
     tools: list[dict[str, Any]]
-    """As the client gave them, for the chat template; custom tools as functions."""
+    """As the client gave them, for the chat template."""
     kind: str = "auto"
     """`auto`, `required` or `named`."""
     name: str = ""
     """The function that is to be called, if it is named."""
     is_parallel: bool = True
     """Whether there may be several calls."""
-    custom: frozenset[str] = frozenset()
-    """Names of custom tools, which stand among the functions."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -42,49 +36,55 @@ class ToolChoice:
         """
         if self.kind == "auto":
             return None
-        definitions: dict[str, Any] = {}
-        calls = []
-        for number, tool in enumerate(self.tools):
-            function = tool["function"]
-            if self.kind == "required" or function["name"] == self.name:
-                parameters, moved = _parameters(function, number)
-                definitions |= moved
-                calls.append(_call_schema(function["name"], parameters))
-        if self.kind == "named":
-            schema: dict[str, Any] = dict(parameters)
-        else:
-            schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-            schema |= {} if self.is_parallel else {"maxItems": 1}
-        schema |= {"$defs": definitions} if definitions else {}
+        schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object", "properties": {}}
+            for tool in self.tools
+        }
+        kind: dict[str, Any] = {"json": schemas[self.name]} if self.kind == "named" else self._list_of_calls(schemas)
         # White space between values, which the model could go on with until the end of its context, has no meaning.
-        return {"json": schema, "disable_any_whitespace": True}
+        return {**kind, "disable_any_whitespace": True}
+
+    def _list_of_calls(self, schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """A structural tag, in which each schema stays whole: the references in it are relative to its own root."""
+        tags = [
+            {
+                "type": "tag", "begin": f'{{"name": "{name}", "parameters": ', "end": "}",
+                "content": {"type": "json_schema", "json_schema": schema},
+            }
+            for name, schema in schemas.items()
+        ]  # fmt: skip
+        calls = {
+            "type": "tags_with_separator", "tags": tags, "separator": ", ", "at_least_one": True,
+            "stop_after_first": not self.is_parallel,
+        }  # fmt: skip
+        begin, end = ({"type": "const_string", "value": bracket} for bracket in "[]")
+        return {"structural_tag": {"format": {"type": "sequence", "elements": [begin, calls, end]}}}
 
 
 def parse_tools(value: Any) -> list[dict[str, Any]]:
     """The field `tools`.
 
     Raises:
-        InvalidRequestError: it holds something else than functions and custom tools, too many, or two of one name.
+        InvalidRequestError: it holds something else than functions, too many, or two of one name.
     """
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"tools must be a list of up to {MAX_TOOLS} functions")
     names = set()
     for i, tool in enumerate(value):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        described = tool.get(kind) if kind in _KINDS else None
-        if not isinstance(described, dict):
+        function = _function(tool)
+        if function is None:
             raise InvalidRequestError(
                 "tools",
-                f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}, or the same with custom',
+                f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}; others are not offered',
             )
-        name = described.get("name")
+        name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InvalidRequestError("tools", f"tools[{i}].{kind}.name must be 1 to 64 of a-z, A-Z, 0-9, _, -, .")
+            raise InvalidRequestError("tools", f"tools[{i}].function.name must be 1 to 64 of a-z, A-Z, 0-9, _, -, .")
         if name in names:
-            raise InvalidRequestError("tools", f"tools[{i}].{kind}.name is {name!r}, as an earlier one's")
+            raise InvalidRequestError("tools", f"tools[{i}].function.name is {name!r}, as an earlier one's")
         names.add(name)
-        if not isinstance(described.get("parameters") or {}, dict):
-            raise InvalidRequestError("tools", f"tools[{i}].{kind}.parameters must be a JSON schema")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise InvalidRequestError("tools", f"tools[{i}].function.parameters must be a JSON schema")
     return value
 
 
@@ -99,14 +99,10 @@ def parse_tool_choice(tools: list[dict[str, Any]], choice: Any, *, is_parallel: 
     Raises:
         InvalidRequestError: it is none of what may be chosen.
     """
-    functions = {
-        _named(tool): tool if tool["type"] == "function" else as_function(f"tools[{i}]", tool)
-        for i, tool in enumerate(tools)
-    }
-    custom = frozenset(_named(tool) for tool in tools if tool["type"] == "custom")
+    functions = {_named(tool): tool for tool in tools}
     kind: Any = choice
     name = ""
-    if isinstance(choice, dict) and choice.get("type") in _KINDS:
+    if isinstance(choice, dict) and choice.get("type") == "function":
         kind, name = "named", _named(choice)
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         kind, functions = _allowed(choice.get("allowed_tools"), functions)
@@ -122,16 +118,17 @@ def parse_tool_choice(tools: list[dict[str, Any]], choice: Any, *, is_parallel: 
         raise InvalidRequestError("tool_choice", "tool_choice asks for a call, but there are no tools")
     if kind == "named" and name not in functions:
         raise InvalidRequestError("tool_choice", "tool_choice.function.name must be that of one of the tools")
-    return ToolChoice(
-        tools=list(functions.values()), kind=kind or "auto", name=name, is_parallel=is_parallel, custom=custom
-    )
+    return ToolChoice(tools=list(functions.values()), kind=kind or "auto", name=name, is_parallel=is_parallel)
+
+
+def _function(tool: Any) -> dict[str, Any] | None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    return function if isinstance(function, dict) else None
 
 
 def _named(tool: Any) -> str:
     """The name in a tool, or in what refers to one; empty if it is neither."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    described = tool.get(kind) if kind in _KINDS else None
-    name = described.get("name") if isinstance(described, dict) else None
+    name = (_function(tool) or {}).get("name")
     return name if isinstance(name, str) else ""
 
 
@@ -147,22 +144,3 @@ def _allowed(value: Any, functions: dict[str, dict[str, Any]]) -> tuple[Any, dic
     if not functions.keys() >= names:
         raise InvalidRequestError("tool_choice", "tool_choice.allowed_tools.tools must hold tools of the request alone")
     return mode, {name: function for name, function in functions.items() if name in names}
-
-
-def _parameters(function: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
-    try:
-        return hoist(schema, str(number))
-    except DanglingReferenceError as error:
-        raise InvalidRequestError(
-            "tools", f"tools: in the parameters of {function['name']}, $ref {str(error)[:100]!r} refers to no schema"
-        ) from None
-
-
-def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": parameters},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }

@@ -2,8 +2,7 @@
 
 Streamlit accepts a websocket from any page of `localhost`, on every port, so that another user of the machine, or any
 program that serves a page there, could control the dashboard of its visitors; and for a page of an unknown host it
-asks the Internet for its own address. `/health` is for probes. The watchers start with the process, so that the first
-visitor finds a history.
+asks the Internet for its own address. The watchers start with the process, so that the first visitor finds a history.
 """
 
 import asyncio
@@ -23,7 +22,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit import config
 
-from quire_dashboard.health_relay import health
 from quire_dashboard.watchers import close_monitors, monitors
 
 
@@ -75,6 +73,6 @@ async def watching(_: st.App) -> AsyncIterator[None]:
 app = st.App(
     Path(__file__).with_name("app.py"),
     middleware=[Middleware(OwnPagesOnly)],
-    routes=[Route("/health", health), Route("/overview", to_the_overview)],
+    routes=[Route("/overview", to_the_overview)],
     lifespan=watching,
 )

@@ -62,7 +62,7 @@ class Settings:
                 raise ValueError(f"{name} is {value!r}; it must be HOST:PORT, such as {Settings.default(name)}")
         if self.token and len(self.token) < MIN_TOKEN_CHARACTERS:
             raise ValueError(
-                f"{DASHBOARD_TOKEN_VARIABLE} has {len(self.token)} characters; it must have at least "
+                f"{DASHBOARD_TOKEN_VARIABLE} (or --token) has {len(self.token)} characters; it must have at least "
                 f"{MIN_TOKEN_CHARACTERS}, such as openssl rand -hex 16 makes"
             )
         if self.prometheus and not self.prometheus.startswith(("http://", "https://")):

@@ -1,12 +1,10 @@
-"""`python -m quire_dashboard.top`: the overview in the terminal, from /metrics.
+"""`quire top`: the overview in the terminal, from /metrics.
 
 What it says is what the dashboard's overview says; it only knows the time since it was started. Below are the last
 incidents that a dashboard of this user and machine has noted.
 """
 
-import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -42,14 +40,18 @@ class Top:
         read: fetches /metrics; raises ScrapeError.
         is_once: whether it ends after what it shows first.
         health: HOST:PORT of the health address of `quire serve`; empty: the usual one.
+
+    Raises:
+        ValueError: an address is wrong.
     """
 
     def __init__(
         self, metrics: str, interval_s: float, read: Callable[[str], str] = fetch, *, is_once: bool = False,
         health: str = "",
     ) -> None:  # fmt: skip
+        Settings(metrics=metrics, health=health)  # checks them
         self._metrics, self._health = metrics, health
-        self._is_once = is_once
+        self.is_once, self.interval_s = is_once, interval_s
         self._report: HealthDetails | None = None
         self._read = read
         self._ring = Ring(math.ceil(HISTORY_S / interval_s))
@@ -89,7 +91,7 @@ class Top:
             for cause in filter(None, (evidence.server_death, *evidence.problems)):
                 text.append(f"  - {cause}.\n")
             age = None if self._last_success is None else now - self._last_success
-            what = ["trying again"] * (not self._is_once)
+            what = ["trying again"] * (not self.is_once)
             what += [] if age is None else [f"what follows is {words.seconds(age)} old"]
             text.append(f"{'; '.join(what).capitalize()}.\n" if what else "")
         if self._last_success is None:
@@ -162,54 +164,38 @@ class Top:
             text.append(f"  {when}{goes_on}  {whose}{row.title}; {words.count(row.num_hurt)} requests hurt\n")
 
 
-def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
+def show(top: Top, sleep: Callable[[float], None] = time.sleep) -> int:
     """Show it until Ctrl-C, or once.
 
     Returns:
-        1 if with `--once` the server does not answer, 2 for a wrong usage, else 0.
+        1 if it ends after what it shows first and the server does not answer, else 0.
     """
-    parser = argparse.ArgumentParser(prog="quire top", description=__doc__)
-    parser.add_argument("--metrics", default=Settings.default("metrics"))
-    parser.add_argument("--health", default="")
-    parser.add_argument("--interval", type=float, default=2.0)
-    parser.add_argument("--once", action="store_true")
-    given = parser.parse_args(arguments)
     try:
-        Settings(metrics=given.metrics, health=given.health)
-    except ValueError as error:
-        print(f"quire: {error}", file=sys.stderr)
-        return 2
-    top = Top(given.metrics, given.interval, is_once=given.once, health=given.health)
-    try:
-        return _once(top, given.interval, sleep) if given.once else _follow(top, given.interval, sleep)
+        return _once(top, sleep) if top.is_once else _follow(top, sleep)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
 
 
-def _once(top: Top, interval_s: float, sleep: Callable[[float], None]) -> int:
+def _once(top: Top, sleep: Callable[[float], None]) -> int:
     """Rates need two readings."""
     top.read(time.time())
     if not top.error:
-        sleep(interval_s)
+        sleep(top.interval_s)
         top.read(time.time())
     print(top.render(time.time()).plain, end="")
     return 1 if top.error else 0
 
 
-def _follow(top: Top, interval_s: float, sleep: Callable[[float], None]) -> int:
+def _follow(top: Top, sleep: Callable[[float], None]) -> int:
     console = Console()
     top.read(time.time())
     if not console.is_terminal:
         while True:
             print(top.render(time.time()).plain, flush=True)
-            sleep(interval_s)
+            sleep(top.interval_s)
             top.read(time.time())
     with Live(top.render(time.time()), console=console, screen=True, auto_refresh=False) as live:
         while True:
-            sleep(interval_s)
+            sleep(top.interval_s)
             top.read(time.time())
             live.update(top.render(time.time()), refresh=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

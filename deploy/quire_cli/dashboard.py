@@ -1,27 +1,34 @@
-"""The dashboard: beside a server as a process of its own, or alone.
+"""The dashboard: beside a server as a process of its own, or alone; and the overview in the terminal.
 
-It is another package, which may be missing. Nothing here imports it: it has its settings by arguments and environment.
+Packages that they need may be missing, and are not imported here. The dashboard's settings are in its environment: every
+user can see a command line.
 """
 
 import os
 import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from urllib.parse import quote
 
+from quire_dashboard.launch import streamlit_command
+from quire_dashboard.settings import (
+    DASHBOARD_TOKEN_VARIABLE,
+    INTROSPECTION_TOKEN_VARIABLE,
+    INTROSPECTION_TOKENS_VARIABLE,
+    TRACES_VARIABLE,
+    Settings,
+    settings_of_servers,
+    to_environment,
+)
 from quire_engine.system.extras import missing_package
 
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.options import DashboardOptions
+from quire_cli.options import DashboardOptions, usage_errors
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 from quire_cli.server.companion import Companion
 
-INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
-DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
-_NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
-_MIN_TOKEN_CHARACTERS = 16
+_NEEDS = ("streamlit", "prometheus_client", "tritonclient")
 
 
 def how_to_install() -> str:
@@ -29,53 +36,54 @@ def how_to_install() -> str:
     return missing_package("dashboard", *_NEEDS)
 
 
-def dashboard_command(options: DashboardOptions) -> list[str]:
-    """The dashboard's command; tokens are passed by environment, as every user can see a command line."""
-    addresses = (("--url", options.url), ("--metrics", options.metrics), ("--http", options.http))
-    arguments = [part for option, values in addresses for value in values or () for part in (option, value)]
-    arguments += ["--prometheus", options.prometheus, "--health", options.health]
-    arguments += [*(["--traces", options.traces] if options.traces else [])]
-    return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", options.host, "--port", str(options.port)]
-
-
 def run_dashboard(options: DashboardOptions) -> int:
     """`quire dashboard`: this process becomes the dashboard.
 
     Raises:
         CommandError: something it needs is missing, or its port is taken.
-        UsageError: it would be open to others without a token.
+        UsageError: an option has a bad value, or it would be open to others without a token.
     """
     missing = how_to_install()
     if missing:
         raise CommandError(f"the dashboard cannot be started: {missing}")
-    options = replace(options, host=resolve(options.host))
-    token = options.token or os.environ.get(DASHBOARD_TOKEN, "")
-    if not is_loopback(options.host) and not token:
+    host, token = resolve(options.host), options.token or os.environ.get(DASHBOARD_TOKEN_VARIABLE, "")
+    if not is_loopback(host) and not token:
         raise UsageError(
-            f"on {options.host} others reach the dashboard, which shows requests and can cancel them; "
-            f"give it a token with --token or {DASHBOARD_TOKEN}"
+            f"on {host} others reach the dashboard, which shows requests and can cancel them; "
+            f"give it a token with --token or {DASHBOARD_TOKEN_VARIABLE}"
         )
-    _check(token)
+    with usage_errors():
+        servers = settings_of_servers(
+            options.url or (), options.metrics or (), options.http or (), prometheus=options.prometheus,
+            traces=options.traces, token=token,
+            introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE, ""),
+            introspection_tokens=os.environ.get(INTROSPECTION_TOKENS_VARIABLE, ""),
+        )  # fmt: skip
     with ReservedPorts(inheritable=True) as ports:
-        port = ports.take({"port": Endpoint(options.host, options.port)})["port"].port
-        print(f"quire: dashboard at http://{Endpoint(options.host, port)}/", flush=True)
-        command = dashboard_command(replace(options, port=port))
-        return os.execve(sys.executable, command, {**os.environ, DASHBOARD_TOKEN: token})
+        endpoint = ports.take({"port": Endpoint(host, options.port)})["port"]
+        print(f"quire: dashboard at http://{endpoint}/", flush=True)
+        command = streamlit_command(endpoint.host, endpoint.port)
+        return os.execve(sys.executable, command, {**os.environ, **to_environment(servers)})
 
 
 def run_top(metrics: str, *, health: str, interval_s: float, once: bool) -> int:
-    """`quire top`: this process becomes the overview in the terminal.
+    """`quire top`: the overview in the terminal.
+
+    Returns:
+        The exit code: 1 if with `once` the server does not answer.
 
     Raises:
         CommandError: something it needs is missing.
+        UsageError: an address is wrong.
     """
     missing = how_to_install()
     if missing:
         raise CommandError(f"top cannot be started: {missing}")
-    command = [sys.executable, "-m", "quire_dashboard.top", "--metrics", metrics, "--interval", str(interval_s)]
-    return os.execv(
-        sys.executable, [*command, *(["--health", health] if health else []), *(["--once"] if once else [])]
-    )
+    from quire_dashboard.top import Top, show
+
+    with usage_errors():
+        top = Top(metrics, interval_s, is_once=once, health=health)
+    return show(top)
 
 
 class Dashboard(Companion):
@@ -83,36 +91,33 @@ class Dashboard(Companion):
 
     Args:
         endpoint: where it listens; on another host than loopback, it asks its visitors for a token.
-        server: the server's endpoints by service, `grpc`, `metrics` and `health` among them.
+        server: the server's endpoints by service, `grpc`, `http`, `metrics` and `health` among them.
         console: shows that the dashboard has ended by itself.
 
     Raises:
-        UsageError: the token that it was given is too short.
+        UsageError: a variable of the environment has a bad value, such as a short token.
     """
 
     def __init__(self, endpoint: Endpoint, server: Mapping[str, Endpoint], console: Console) -> None:
         self._console = console
-        self._token = os.environ.get(DASHBOARD_TOKEN, "")
-        _check(self._token)
-        self._is_given = bool(self._token)
+        token = os.environ.get(DASHBOARD_TOKEN_VARIABLE, "")
+        self._is_given = bool(token)
         self._asks = not is_loopback(endpoint.host)
-        if self._asks and not self._token:
-            self._token = secrets.token_urlsafe(24)
-        self._server_environment = {
-            INTROSPECTION_TOKEN: os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
-        }
-        self._url, self._metrics = _client(server["grpc"]), _client(server["metrics"])
-        options = DashboardOptions(
-            url=[self._url], metrics=[self._metrics], http=[_client(server["http"])] if "http" in server else None,
-            health=_client(server["health"]), host=endpoint.host, port=endpoint.port,
-        )  # fmt: skip
-        environment = {**os.environ, **self._server_environment, DASHBOARD_TOKEN: self._token}
-        super().__init__("dashboard", endpoint, dashboard_command(options), environment)
+        if self._asks and not token:
+            token = secrets.token_urlsafe(24)
+        with usage_errors():
+            self._settings = Settings(
+                url=_client(server["grpc"]), http=_client(server["http"]), metrics=_client(server["metrics"]),
+                health=_client(server["health"]), traces=os.environ.get(TRACES_VARIABLE, ""), token=token,
+                introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE) or secrets.token_urlsafe(24),
+            )  # fmt: skip
+        environment = {**os.environ, **to_environment([self._settings])}
+        super().__init__("dashboard", endpoint, streamlit_command(endpoint.host, endpoint.port), environment)
 
     @property
     def server_environment(self) -> Mapping[str, str]:
         """The token with which the dashboard may see the server's requests."""
-        return self._server_environment
+        return {INTROSPECTION_TOKEN_VARIABLE: self._settings.introspection_token}
 
     def __enter__(self) -> "Dashboard":
         super().__enter__()
@@ -125,24 +130,16 @@ class Dashboard(Companion):
         """It is not started again."""
         self._console.line(
             "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
-            f"--url {self._url} --metrics {self._metrics}"
+            f"--url {self._settings.url} --metrics {self._settings.metrics}"
         )
 
     def _how_to_enter(self) -> list[str]:
         """A link on a terminal. Others can read a log: it never holds a token that the operator has chosen."""
         url = f"http://{self._endpoint}/"
         if self._console.is_terminal:
-            return [f"quire: the dashboard asks for a token: {url}?token={quote(self._token, safe='')}"]
-        whose = f"is that of {DASHBOARD_TOKEN}" if self._is_given else f"of this run is {self._token}"
+            return [f"quire: the dashboard asks for a token: {url}?token={quote(self._settings.token, safe='')}"]
+        whose = f"is that of {DASHBOARD_TOKEN_VARIABLE}" if self._is_given else f"of this run is {self._settings.token}"
         return [f"quire: the dashboard asks for a token: {url}", f"quire: the dashboard's token {whose}"]
-
-
-def _check(token: str) -> None:
-    if token and len(token) < _MIN_TOKEN_CHARACTERS:
-        raise UsageError(
-            f"{DASHBOARD_TOKEN} (or --token) has {len(token)} characters; it must have at least "
-            f"{_MIN_TOKEN_CHARACTERS}, such as openssl rand -hex 16 makes"
-        )
 
 
 def _client(endpoint: Endpoint) -> str:

@@ -235,8 +235,6 @@ class DashboardOptions:
             "Likewise a server's HTTP, which commands are shown with.  [default: port 8000 of each server's host]",
         ),
     ] = None
-    health: str = ""
-    """The health address of the `quire serve` that starts it."""
     prometheus: Annotated[
         str,
         (

@@ -3,7 +3,7 @@
 ::
 
     datasets ──► requests ─┐
-    arrivals ──► times ────┴─► Load ──► an endpoint (gRPC streams, generate_stream, OpenAI) ──► records ──► report, plot
+    arrivals ──► times ────┴─► Load ──► an endpoint (gRPC streams, generate_stream, OpenAI) ──► records ──► report
                                                   /metrics before and after (scrape, server_figures) ──► beside them
 
 It knows a server by what goes over the wire, and nothing of the engine: none of our other packages is imported here.

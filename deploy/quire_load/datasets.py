@@ -1,5 +1,4 @@
-"""What is sent: requests of random lengths, with shared prefixes or images, of a ShareGPT file, or of a Mooncake-style
-trace.
+"""What is sent: requests of random lengths, with shared prefixes or images, or of a ShareGPT file.
 
 Random prompts are token ids, or text where an endpoint takes no ids. Their sense does not matter to what an engine
 computes, and no cache or draft guesses them. The ids are those of a tokenizer's vocabulary where one is given, else of
@@ -46,8 +45,6 @@ class SampleRequest:
     """Empty: the model's default."""
     lora_name: str = ""
     """Empty: no adapter."""
-    timestamp_s: float | None = None
-    """When a trace has it, from its first request on."""
 
     @property
     def names(self) -> dict[str, str]:
@@ -60,8 +57,8 @@ class SampleRequest:
 class DatasetOptions:
     """Which requests, under the names of `vllm bench serve`. Lengths are in tokens. The texts are those of `--help`."""
 
-    dataset_name: Annotated[str, "mixed, random, random-mm, prefix_repetition, sharegpt or mooncake."] = "mixed"
-    dataset_path: Annotated[Path | None, "The file of sharegpt and mooncake."] = None
+    dataset_name: Annotated[str, "mixed, random, random-mm, prefix_repetition or sharegpt."] = "mixed"
+    dataset_path: Annotated[Path | None, "The file of sharegpt."] = None
     random_input_len: Annotated[int, "Of random: tokens per prompt."] = 1024
     random_output_len: Annotated[int, "Of random: tokens per answer."] = 128
     random_range_ratio: Annotated[float, "Lengths vary by this share, up and down."] = 0.0
@@ -75,7 +72,6 @@ class DatasetOptions:
     prefix_repetition_suffix_len: Annotated[int, "Tokens of a prompt's own."] = 256
     prefix_repetition_num_prefixes: Annotated[int, "Different prefixes."] = 10
     prefix_repetition_output_len: Annotated[int, "Tokens per answer."] = 128
-    mooncake_block_size: Annotated[int, "Tokens that a hash id of the trace stands for."] = 512
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
@@ -90,7 +86,7 @@ class DatasetOptions:
             if isinstance(value, int) and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         _image_sizes(self.random_mm_bucket_config)
-        if self.dataset_path is None and self.dataset_name in ("sharegpt", "mooncake"):
+        if self.dataset_path is None and self.dataset_name == "sharegpt":
             raise ValueError(f"dataset_path is not given; dataset_name {self.dataset_name} reads it")
 
 
@@ -280,56 +276,12 @@ def _conversations(path: Path) -> Iterator[tuple[str, str]]:
             yield turns[0], turns[1]
 
 
-def _mooncake(options: DatasetOptions, prompts: PromptMaker, rng: random.Random) -> Iterator[SampleRequest]:
-    """A line each: {"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}.
-
-    Equal hash ids are blocks of equal tokens, so that prompts share what they shared when they were recorded
-    (https://github.com/kvcache-ai/Mooncake, "Mooncake: A KVCache-centric Disaggregated Architecture", 2024).
-    """
-    assert options.dataset_path is not None
-    start: float | None = None
-    for number, line in enumerate(_read(options.dataset_path).splitlines(), 1):
-        if not line.strip():
-            continue
-        entry = _trace_entry(line, f"{options.dataset_path}, line {number}")
-        time = float(entry["timestamp"])
-        start = time if start is None else start
-        ids: list[int] = []
-        for hash_id in entry.get("hash_ids") or ():
-            # A block's tokens are a function of its id alone, whatever else was drawn.
-            ids += prompts.ids(random.Random(f"block {hash_id}"), options.mooncake_block_size)
-        length = entry["input_length"]
-        ids = ids[:length] + prompts.ids(rng, max(0, length - len(ids)))
-        yield SampleRequest(
-            prompt=prompts.prompt(ids), max_tokens=entry["output_length"], timestamp_s=(time - start) / 1000
-        )
-
-
-def _trace_entry(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where} is no JSON object")
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
-        value = entry.get(name)
-        is_number = isinstance(value, int) or (name == "timestamp" and isinstance(value, float))
-        if value is None or isinstance(value, bool) or not is_number or not least <= value < math.inf:
-            raise ValueError(f"{where}: {name} is {value!r}; it must be a number of at least {least}")
-    hash_ids = entry.get("hash_ids")
-    if hash_ids is not None and not (isinstance(hash_ids, list) and all(isinstance(one, int) for one in hash_ids)):
-        raise ValueError(f"{where}: hash_ids is {str(hash_ids)[:80]}; it must be a list of integers")
-    return entry
-
-
 DATASETS: dict[str, Callable[[DatasetOptions, PromptMaker, random.Random], Iterator[SampleRequest]]] = {
     "mixed": _mixed,
     "random": _random,
     "random-mm": _random_mm,
     "prefix_repetition": _prefix_repetition,
     "sharegpt": _sharegpt,
-    "mooncake": _mooncake,
 }
 """By name. Those of random prompts have no end."""
 

@@ -69,8 +69,7 @@ class Load:
     Args:
         endpoint: where the requests go.
         requests: what is sent.
-        arrivals: when it is sent. Requests with timestamps come at these, unless a rate or `max_concurrency` says
-            otherwise.
+        arrivals: when it is sent.
         timeout_s: a request that takes longer is cancelled, and a timeout; counted from when it was sent.
     """
 
@@ -109,8 +108,6 @@ class Load:
 
     async def _open_loop(self) -> None:
         offsets = self._arrivals.offsets(self.num_requests)
-        if all(request.timestamp_s is not None for request in self._requests) and not any(offsets):
-            offsets = [request.timestamp_s or 0.0 for request in self._requests]
         running: set[asyncio.Task[None]] = set()
         try:
             for request, scheduled_s in zip(self._requests, offsets, strict=True):

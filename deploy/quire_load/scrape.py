@@ -42,28 +42,15 @@ def fetch(endpoint: str, path: str = "/metrics") -> str:
         ScrapeError: it could not be read.
     """
     try:
-        response, body = get(endpoint, path)
+        with closing(http.client.HTTPConnection(endpoint, timeout=_TIMEOUT_S)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read(_MOST_BYTES)
     except (OSError, http.client.HTTPException) as error:
         raise ScrapeError(f"http://{endpoint}{path} cannot be read: {why(error)}") from None
     if response.status != http.client.OK:
         raise ScrapeError(f"http://{endpoint}{path} answers {response.status} {printable(response.reason)}")
     return body.decode("utf-8", errors="replace")
-
-
-def get(endpoint: str, path: str) -> tuple[http.client.HTTPResponse, bytes]:
-    """What an address answers, and the body.
-
-    Args:
-        endpoint: HOST:PORT.
-        path: of the page.
-
-    Raises:
-        OSError, http.client.HTTPException: there is no answer.
-    """
-    with closing(http.client.HTTPConnection(endpoint, timeout=_TIMEOUT_S)) as connection:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response, response.read(_MOST_BYTES)
 
 
 def why(error: Exception) -> str:

@@ -24,13 +24,13 @@ from PIL import Image
 from quire_client import Chunk, Client
 from quire_dashboard import frame
 from quire_dashboard import monitor as monitor_module
-from quire_dashboard.chat import Turn
 from quire_dashboard.findings import SLO_EXAMPLE
 from quire_dashboard.frame import Line
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
 from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views import requests
+from quire_dashboard.views.playground import Turn
 from quire_dashboard.watchers import close_monitors, monitor
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton, make_request
@@ -790,19 +790,16 @@ def test_playground_asks_for_what_was_set_and_says_how_others_ask_for_it(
     assert (prompt, {**parameters, **asked[1]}) == (asked[0], parameters), "and what the client adds"
 
 
-def test_playground_chats_by_the_models_own_template_or_another(fake: FakeTriton) -> None:
+def test_playground_chats_by_the_models_own_template(fake: FakeTriton) -> None:
     app = open_page("playground")
     app.chat_input(key="said").set_value("hello")
     text_of(app.run())
     assert json.loads(fake.state.prompts[0][0]) == [{"role": "user", "content": "hello"}]
     assert app.session_state["turns"] == [Turn("user", "hello"), Turn("assistant", "def fib(n):\n    return n")]
-    app.selectbox(key="chat_format").set_value("ChatML")
     app.chat_input(key="said").set_value("go on")
     text_of(app.run())
-    prompt, parameters = fake.state.prompts[1]
-    assert prompt.startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\ndef fib")
-    assert prompt.endswith("<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
-    assert parameters["stop"] == ["<|im_end|>"]
+    said = [(turn["role"], turn["content"]) for turn in json.loads(fake.state.prompts[1][0])]
+    assert said == [("user", "hello"), ("assistant", "def fib(n):\n    return n"), ("user", "go on")]
 
 
 def test_playground_sends_and_shows_images_of_a_chat(
@@ -838,10 +835,6 @@ def test_playground_sends_and_shows_images_of_a_chat(
     assert [turn["content"] for turn in json.loads(fake.state.prompts[2][0])][::2] == [message["content"], "go on"]
     assert fake.state.images[2] == contents, "a chat is sent as a whole"
     assert len(app.image) == 2
-    app.selectbox(key="chat_format").set_value("ChatML")
-    assert "ChatML has no places for them" in text_of(app.run())
-    assert app.chat_input(key="said").disabled
-    assert not app.file_uploader
 
 
 def test_playground_keeps_the_images_of_a_question_that_is_rejected(fake: FakeTriton) -> None:

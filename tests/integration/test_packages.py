@@ -109,14 +109,6 @@ def test_the_command_and_every_package_come_from_the_wheel(python: Path, tmp_pat
         assert Path(file).is_relative_to(python.parent.parent)
 
 
-def test_the_rules_of_the_wheel_are_found_without_a_path(python: Path, tmp_path: Path) -> None:
-    file = python.parent.parent / "share" / "quire" / "prometheus" / "alerts.yml"
-    before = file.read_text(encoding="utf-8")
-    run(python, "-m", "quire_monitoring.alerts", "https://docs.example/runbooks", cwd=tmp_path)
-    assert "runbook_url: https://docs.example/runbooks#" in file.read_text(encoding="utf-8")
-    file.write_text(before, encoding="utf-8")
-
-
 @pytest.mark.server
 def test_the_wheel_serves_a_model(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(python))

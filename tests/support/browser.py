@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,12 +12,8 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
-from quire_dashboard.settings import (
-    DASHBOARD_TOKEN_VARIABLE,
-    INTROSPECTION_TOKENS_VARIABLE,
-    TRACES_VARIABLE,
-    Settings,
-)
+from quire_dashboard.launch import streamlit_command
+from quire_dashboard.settings import Settings, settings_of_servers, to_environment
 from support.chromium import find_chromium
 from support.ports import free_port
 from support.serving import wait_until
@@ -82,15 +77,14 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
 def dashboard(*servers: Settings) -> Iterator[str]:
     """Started as `quire dashboard` starts it; gives its address."""
     with free_port() as port:
-        named = [part for one in servers for part in ("--url", one.url, "--metrics", one.metrics)]
-        arguments = (*named, "--prometheus", servers[0].prometheus, "--port", str(port))
-        variables = {
-            DASHBOARD_TOKEN_VARIABLE: servers[0].token, TRACES_VARIABLE: servers[0].traces,
-            INTROSPECTION_TOKENS_VARIABLE: json.dumps({one.url: one.introspection_token for one in servers}),
-        }  # fmt: skip
+        settings = settings_of_servers(
+            [one.url for one in servers], [one.metrics for one in servers], prometheus=servers[0].prometheus,
+            traces=servers[0].traces, token=servers[0].token,
+            introspection_tokens=json.dumps({one.url: one.introspection_token for one in servers}),
+        )  # fmt: skip
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire_dashboard", *arguments],
-            env={**os.environ, **variables},
+            streamlit_command("127.0.0.1", port),
+            env={**os.environ, **to_environment(settings)},
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -14,7 +14,7 @@ from quire_gateway.app import make_app
 from quire_gateway.settings import GatewaySettings
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-__all__ = ["Answer", "FakeTriton", "Gateway", "ask", "gateway", "response", "running", "texts_of", "vectors"]
+__all__ = ["Answer", "FakeTriton", "Gateway", "accepts", "ask", "gateway", "response", "running", "texts_of", "vectors"]
 
 
 def texts_of(request: Any) -> dict[str, str]:
@@ -23,6 +23,18 @@ def texts_of(request: Any) -> dict[str, str]:
         item.name: content[4:].decode()
         for item, content in zip(request.inputs, request.raw_input_contents, strict=True) if item.datatype == "BYTES"
     }  # fmt: skip
+
+
+def accepts(structured_outputs: Any, text: str) -> bool:
+    """Whether the engine's grammar of a request's `structured_outputs` accepts a text."""
+    from quire_engine.structured_output.compile_job import _to_grammar
+    from quire_engine.structured_output.compiler_messages import CompileRequest
+    from quire_engine.structured_outputs_params import StructuredOutputsParams
+    from xgrammar.testing import _is_grammar_accept_string
+
+    params = StructuredOutputsParams.from_value(structured_outputs)
+    grammar = _to_grammar(CompileRequest(0, params.kind, params.text, not params.disable_any_whitespace))
+    return bool(_is_grammar_accept_string(grammar, text))
 
 
 def response(text: str, reason: str = "None", **outputs: Any) -> Any:

@@ -174,10 +174,10 @@ def run_cli(
         )  # fmt: skip
 
 
-def health(server: Server, endpoint: str = "") -> tuple[int, dict[str, Any]]:
-    """Status and body of `/health`: of `quire serve` itself unless told otherwise."""
+def health(server: Server) -> tuple[int, dict[str, Any]]:
+    """Status and body of `/health` of `quire serve`."""
     try:
-        with urllib.request.urlopen(f"http://{endpoint or server.health}/health", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://{server.health}/health", timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:

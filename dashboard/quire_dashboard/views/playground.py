@@ -4,14 +4,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import streamlit as st
 from quire_client import Chunk, Client, ClientError
 from streamlit.delta_generator import DeltaGenerator
 
 from quire_dashboard import choice, frame, snippets, watchers, words
-from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, Turn, chat_request
 from quire_dashboard.choice import slo_class_picker
 
 _MOST_SEED = 2**63 - 1
@@ -38,6 +37,21 @@ _MOST_MIB = 32
 """Of an image; the server rejects larger ones."""
 _IMAGE_WIDTH = 320
 """As it is shown, in pixels."""
+
+
+class Turn(NamedTuple):
+    """A message of a chat."""
+
+    role: str
+    """`user` or `assistant`."""
+    text: str
+    images: Sequence[tuple[str, bytes]] = ()
+    """Files: names and contents."""
+
+    def message(self) -> dict[str, Any]:
+        """As a request has it: the server's chat template has places for the images."""
+        parts = [*({"type": "image"} for _ in self.images), {"type": "text", "text": self.text}]
+        return {"role": self.role, "content": parts if self.images else self.text}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,33 +178,24 @@ def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str
 def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     turns: list[Turn] = st.session_state.setdefault("turns", [])
     _keep(turns)
-    first, second = st.columns([3, 1], vertical_alignment="bottom")
-    format_ = first.selectbox("Chat template", [OWN_TEMPLATE, *FORMATS], key="chat_format",
-                              help="For a model without one, choose what it was trained on.")  # fmt: skip
-    if second.button("New chat", disabled=not turns):
+    if st.button("New chat", disabled=not turns):
         turns.clear()
         st.rerun()
     conversation = st.container()
-    is_own = format_ == OWN_TEMPLATE
-    has_no_places = not is_own and any(turn.images for turn in turns)
-    if has_no_places:
-        st.warning(f"This chat has images, and {format_} has no places for them: choose {OWN_TEMPLATE}, or a new chat.")
-    uploader = st.empty() if is_own and _says(Client.takes_images, model) else None
+    uploader = st.empty() if _says(Client.takes_images, model) else None
     images = _uploaded(uploader, turns)
-    text = st.chat_input("Your message", key="said", disabled=has_no_places)
+    text = st.chat_input("Your message", key="said")
     with conversation:
         for turn in turns:
             _show_turn(turn)
-        if not text or has_no_places:
+        if not text:
             return
         question = Turn("user", text, images)
-        prompt, stop = chat_request([*turns, question], format_)
-        if stop:
-            sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
+        said = [*turns, question]
         _show_turn(question)
         asked = _Asked(
-            server=choice.selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters,
-            images=[image for turn in [*turns, question] for image in turn.images],
+            server=choice.selection().server, model=model, prompt=[turn.message() for turn in said], sampling=sampling,
+            parameters=parameters, images=[image for turn in said for image in turn.images],
         )  # fmt: skip
         answer = _Answer(asked=asked)
         st.session_state["answering"] = (question, answer)

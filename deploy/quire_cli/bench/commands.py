@@ -38,7 +38,6 @@ def serve(
     ] = None,
     metric_percentiles: Annotated[str, "Which percentiles, with commas between."] = "90,95,99",
     as_json: AsJson = False,
-    plot: Annotated[Path | None, ("FILE", "An SVG picture of the run.")] = None,
 ) -> int:
     """Send a load to a server that runs, and measure it as its clients see it, and as the server does.
 
@@ -58,7 +57,7 @@ def serve(
             slo_classes=parse_weights("slo_class", slo_class or ()), adapters=parse_weights("lora", lora or ()),
             goodput=parse_goodput(goodput or ()),
         )  # fmt: skip
-    return bench_serve(options, _percentiles(metric_percentiles), as_json=as_json, plot=plot)
+    return bench_serve(options, _percentiles(metric_percentiles), as_json=as_json)
 
 
 @bench_app.command("latency")
@@ -87,7 +86,7 @@ def throughput(
     settings: Settings = None,
     num_prompts: Annotated[int, "Requests, which come all at once."] = 100,
     dataset_name: Annotated[str, "mixed, random, sharegpt, …: see quire bench serve."] = "mixed",
-    dataset_path: Annotated[Path | None, ("FILE", "Of sharegpt and mooncake.")] = None,
+    dataset_path: Annotated[Path | None, ("FILE", "Of sharegpt.")] = None,
     input_len: Annotated[int, "Of random: tokens per prompt."] = 1024,
     output_len: Annotated[int, "Of random: tokens per answer."] = 128,
     seed: Annotated[int, "Of prompts and lengths."] = 0,

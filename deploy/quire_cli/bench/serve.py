@@ -4,11 +4,9 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire_engine.system.extras import missing_package
@@ -30,7 +28,7 @@ from quire_cli.options import BenchOptions
 
 if TYPE_CHECKING:
     from quire_load.endpoint import Endpoint
-    from quire_load.load import Load, RequestRecord
+    from quire_load.load import Load
     from quire_load.scrape import Scrape
     from quire_load.server_figures import ServerFigures
 
@@ -46,21 +44,20 @@ class Measurement:
     """What a run measured."""
 
     report: Report
-    records: "Sequence[RequestRecord]"
     server: "ServerFigures | None"
     no_server: str
     """Why the server's figures are not there."""
     is_interrupted: bool
 
 
-def bench_serve(options: BenchOptions, percentiles: Sequence[float], *, as_json: bool, plot: Path | None) -> int:
+def bench_serve(options: BenchOptions, percentiles: Sequence[float], *, as_json: bool) -> int:
     """Run it, and print what was measured, also of a run that Ctrl-C ends early.
 
     Returns:
         Exit code: 1 if no request was answered, or it was interrupted.
 
     Raises:
-        CommandError: something it needs is missing, or the picture cannot be written.
+        CommandError: something it needs is missing.
         UsageError: the dataset cannot be made.
     """
     console = Console()
@@ -78,8 +75,6 @@ def bench_serve(options: BenchOptions, percentiles: Sequence[float], *, as_json:
         print(json.dumps({**arguments, **measurement.report.as_dict(percentiles), "server": server}, indent=2))
     else:
         print("\n".join(map(printable, describe(measurement, percentiles))))
-    if plot is not None:
-        _write_plot(options, measurement, plot)
     for kind, message in measurement.report.error_messages.items():
         console.line(f"quire: {measurement.report.errors[kind]} {kind}: {' '.join(message.split())[:300]}")
     if measurement.is_interrupted:
@@ -137,7 +132,7 @@ async def measure(
             after, no_server = await _read_metrics(options.metrics_endpoint)
     server = difference(before, after, options.model) if before and after else None
     return Measurement(
-        report=summarize(load.records, options.goodput), records=load.records, server=server, no_server=no_server,
+        report=summarize(load.records, options.goodput), server=server, no_server=no_server,
         is_interrupted=load.is_interrupted,
     )  # fmt: skip
 
@@ -274,17 +269,6 @@ def parse_weights(option: str, items: Sequence[str]) -> dict[str, float]:
         if not name or not 0 < found[name] < float("inf"):
             raise ValueError(f"{option} is {item!r}; it must be NAME or NAME:WEIGHT with a weight above 0")
     return found
-
-
-def _write_plot(options: BenchOptions, measurement: Measurement, plot: Path) -> None:
-    from quire_load.plot import draw
-
-    title = f"{options.model}, {options.backend}, {measurement.report.completed} requests"
-    try:
-        plot.write_text(draw(measurement.report, measurement.records, title, measurement.server), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--plot {plot} cannot be written: {error.strerror}") from None
-    print(f"quire: wrote {plot}", file=sys.stderr)
 
 
 def _number(value: float) -> float | str:

@@ -1,7 +1,6 @@
-"""`python -m quire_monitoring.grafana`: see `main`."""
+"""`python -m quire_monitoring.grafana`: write one JSON file per dashboard to `OUTPUT`."""
 
-import sys
+from quire_monitoring.grafana import DASHBOARDS, OUTPUT, render
 
-from quire_monitoring.grafana import main
-
-sys.exit(main())
+for dashboard in DASHBOARDS:
+    (OUTPUT / f"{dashboard.uid}.json").write_text(render(dashboard), encoding="utf-8")

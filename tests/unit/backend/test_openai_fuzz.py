@@ -42,19 +42,8 @@ SCHEMA = st.sampled_from(
 FUNCTION = st.fixed_dictionaries(
     {"name": st.sampled_from(["f", "g", "", "a b"]) | JSON}, optional={"parameters": SCHEMA | JSON, "strict": JSON}
 )
-CUSTOM = st.fixed_dictionaries(
-    {"name": st.sampled_from(["c", "f"]) | JSON}, optional={"format": st.just({"type": "text"}) | JSON}
-)
-TOOL = (
-    st.fixed_dictionaries({"type": st.just("custom"), "custom": CUSTOM | JSON})
-    | st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION | JSON})
-    | JSON
-)
-FLAT_TOOL = (
-    CUSTOM.map(lambda custom: {"type": "custom", **custom})
-    | FUNCTION.map(lambda function: {"type": "function", **function})
-    | JSON
-)
+TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION | JSON}) | JSON
+FLAT_TOOL = FUNCTION.map(lambda function: {"type": "function", **function}) | JSON
 CALL = st.fixed_dictionaries(
     {"function": st.fixed_dictionaries({"name": st.just("f"), "arguments": st.sampled_from(["{}", "[", "[1]"]) | JSON})}
 )
@@ -64,7 +53,7 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool"]) | JSON},
     optional={"content": CONTENT, "tool_calls": st.lists(CALL | JSON, max_size=2) | JSON, "name": JSON},
 )
-KINDS = ["message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "x"]
+KINDS = ["message", "reasoning", "function_call", "function_call_output", "x"]
 ITEM = st.one_of(
     MESSAGE, JSON,
     st.fixed_dictionaries(

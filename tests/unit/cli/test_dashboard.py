@@ -13,11 +13,11 @@ from quire_cli.errors import UsageError
 from quire_cli.options import DashboardOptions
 from quire_cli.ports import Endpoint
 from quire_cli.server import companion
-from quire_dashboard import __main__ as launcher
+from quire_dashboard.settings import Settings
 from support.ports import free_port
 from support.serving import wait_until
 
-SERVER = {service: Endpoint("127.0.0.1", 8001 + number) for number, service in enumerate(("grpc", "metrics", "health"))}
+SERVER = {service: Endpoint("127.0.0.1", 8001 + number) for number, service in enumerate(("grpc", "http", "metrics", "health"))}
 
 
 LISTEN = """
@@ -31,7 +31,7 @@ def test_one_that_listens_is_named_however_long_the_server_took(monkeypatch: pyt
     with free_port() as port:
         endpoint = Endpoint("127.0.0.1", port)
         monkeypatch.setattr(
-            dashboard, "dashboard_command", lambda options: [sys.executable, "-c", LISTEN, str(endpoint.port)]
+            dashboard, "streamlit_command", lambda host, port: [sys.executable, "-c", LISTEN, str(port)]
         )
         with Dashboard(endpoint, SERVER, Console()) as running:
             wait_until(lambda: running.ready_word() is not None, "it listens")
@@ -45,7 +45,7 @@ def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_
     with closing(socket.create_server(("127.0.0.1", 0))) as another:
         endpoint = Endpoint("127.0.0.1", another.getsockname()[1])
         monkeypatch.setattr(
-            dashboard, "dashboard_command", lambda options: [sys.executable, "-c", "import time; time.sleep(600)"]
+            dashboard, "streamlit_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"]
         )
         with Dashboard(endpoint, SERVER, Console()) as running:
             assert running.ready_word() is None
@@ -53,17 +53,33 @@ def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_
             assert running.ready_word() == ""
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "127.255.255.254", "0.0.0.0", "192.0.2.1"])
-def test_the_dashboard_wants_a_token_where_this_program_gives_it_one(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither imports the other, so each asks the standard library."""
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """The commands that this process would have become, with their environments."""
+    found: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.delenv("QUIRE_DASHBOARD_TOKEN", raising=False)
-    environments: list[dict[str, str]] = []
-    monkeypatch.setattr(launcher.os, "execve", lambda _, command, environment: environments.append(environment))
-    is_refused = launcher.main(["--host", host]) == 2
-    with pytest.raises(UsageError, match="give it a token") if is_refused else nullcontext():
+    monkeypatch.setattr(dashboard.os, "execve", lambda _, command, environment: found.append((command, environment)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"),
+    [("127.0.0.1", False), ("127.0.0.2", False), ("localhost", False), ("0.0.0.0", True), ("192.0.2.1", True)],
+)
+def test_an_open_host_needs_a_token(host: str, is_open: bool, started: list[Any]) -> None:
+    with pytest.raises(UsageError, match="give it a token") if is_open else nullcontext():
         run_dashboard(DashboardOptions(host=host, port=0))
+    assert len(started) == (not is_open)
+
+
+def test_no_secret_is_on_the_command_line(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "a very secret token")
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "also secret")
+    run_dashboard(DashboardOptions(host="0.0.0.0", port=0, url=["a:1"]))
+    ((command, environment),) = started
+    assert "secret" not in " ".join(command)
+    (server,) = Settings.all_from_environment(environment)
+    assert (server.url, server.token, server.introspection_token) == ("a:1", "a very secret token", "also secret")
 
 
 @pytest.mark.parametrize("given", ["", "open sesame, please"])
@@ -73,7 +89,7 @@ def test_a_token_of_the_operators_own_never_comes_into_a_log(
 ) -> None:
     monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", given)
     monkeypatch.setattr(dashboard.secrets, "token_urlsafe", lambda size: "made-here")
-    monkeypatch.setattr(dashboard, "dashboard_command", lambda options: [sys.executable, "-c", ""])
+    monkeypatch.setattr(dashboard, "streamlit_command", lambda *_: [sys.executable, "-c", ""])
     console = Console()
     console.is_terminal = is_terminal
     with Dashboard(Endpoint("0.0.0.0", 9), SERVER, console):

@@ -14,5 +14,5 @@ def test_only_the_token_opens_and_guesses_of_others_do_not_matter() -> None:
 
 
 def test_a_short_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="QUIRE_DASHBOARD_TOKEN has 15 characters; it must have at least 16"):
+    with pytest.raises(ValueError, match="has 15 characters; it must have at least 16"):
         Settings(token="fifteen letters")

@@ -14,7 +14,6 @@ from PIL import Image, ImageColor
 from quire_client.snapshot import Blocks, RequestState, Segment, Snapshot
 from quire_dashboard.block_map import BLOCK_COLOURS, MOST_CELLS, blocks_by_state, colours_of, draw, lay_out
 from quire_dashboard.charts import PHASE_COLOURS, SERIES_COLOURS, line_spec, points_table, timeline_table
-from quire_dashboard.chat import FORMATS, STOPS, Turn, chat_prompt
 from quire_dashboard.events import ENGINE_RESTARTED, EVENT_COLOURS, Event
 from quire_dashboard.history import Point
 from quire_dashboard.words import per_second, percent, seconds
@@ -172,14 +171,6 @@ def test_a_charts_specification_holds_no_data() -> None:
             (1.0, None, None, "engine restarted"),
         )
     ]
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-def test_a_chat_becomes_a_prompt_that_ends_where_the_answer_begins(format_: str) -> None:
-    prompt = chat_prompt([Turn("user", "{text} {role}"), Turn("assistant", "b"), Turn("user", "c")], format_)
-    assert "{text} {role}" in prompt
-    assert prompt.endswith(FORMATS[format_][1])
-    assert STOPS[format_] in prompt or format_ == "Plain"
 
 
 @pytest.mark.parametrize(

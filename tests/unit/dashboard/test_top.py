@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from quire_cli.main import run
 from quire_cli.ports import Endpoint
 from quire_cli.server.health import Health, HealthServer
 from quire_client.symptoms import Level
@@ -14,7 +15,7 @@ from quire_dashboard import top as top_module
 from quire_dashboard.findings import Finding
 from quire_dashboard.health import Health as Verdict
 from quire_dashboard.incidents import IncidentLog, incidents_file
-from quire_dashboard.top import Top, main
+from quire_dashboard.top import Top, show
 from quire_load.scrape import ScrapeError
 from support.fake_triton import FakeTriton, State, fake_triton
 
@@ -134,13 +135,13 @@ def fake() -> FakeTriton:
 
 def test_once_prints_plain_text_and_ends(fake: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
     slept: list[float] = []
-    assert main(["--metrics", fake.metrics, "--once", "--interval", "7"], sleep=slept.append) == 0
+    assert show(Top(fake.metrics, 7.0, is_once=True), slept.append) == 0
     assert slept == [7.0]
     said = capsys.readouterr().out
     assert "tinypy  The server is up; no request has ended in the last 0 s." in said
     assert "\x1b" not in said
     fake.stop()
-    assert main(["--metrics", fake.metrics, "--once"], sleep=slept.append) == 1
+    assert show(Top(fake.metrics, 2.0, is_once=True), slept.append) == 1
     said = capsys.readouterr().out
     assert "connection refused" in said
     assert "rying again" not in said, "it ends"
@@ -176,14 +177,14 @@ def test_it_follows_until_it_is_interrupted(
             if num_slept == 3:
                 raise KeyboardInterrupt
 
-        assert main(["--metrics", fake.metrics], sleep=sleep) == 0
+        assert show(Top(fake.metrics, 2.0), sleep) == 0
         said = capsys.readouterr().out
         assert said.count("quire top") >= (1 if is_terminal else 3)
         assert ("\x1b[?1049h" in said, "\x1b[?1049l" in said) == (is_terminal, is_terminal), "the screen is given back"
 
 
-def test_a_wrong_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--metrics", "nowhere"]) == 2
+def test_a_wrong_address_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top", "--metrics", "nowhere"]) == 2
     assert "metrics is 'nowhere'" in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from quire_dashboard import __main__ as launcher
+from quire_dashboard.launch import streamlit_command
 from quire_dashboard.load import LoadJob, LoadPlan
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.prometheus import Prometheus
@@ -216,43 +216,13 @@ def test_wrong_endpoints_are_refused(wrong: dict[str, str]) -> None:
 
 
 def test_streamlit_is_told_to_be_careful() -> None:
-    flags = launcher.streamlit_flags("127.0.0.1", 8501)
+    flags = streamlit_command("127.0.0.1", 8501)
     assert "--runner.postScriptGC=false" in flags, "this alone is two thirds of what an open page costs"
     for flag in ("--server.address=127.0.0.1", "--server.enableStaticServing=false", "--browser.gatherUsageStats=false",
                  "--client.showErrorDetails=none", "--server.allowedHosts=127.0.0.1"):  # fmt: skip
         assert flag in flags
-    assert "--server.allowedHosts=127.0.0.2" in launcher.streamlit_flags("127.0.0.2", 8501)
-    assert not [flag for flag in launcher.streamlit_flags("0.0.0.0", 8501) if "allowedHosts" in flag]
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
-def test_on_loopback_it_needs_no_token(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    started: list[list[str]] = []
-    monkeypatch.delenv("QUIRE_DASHBOARD_TOKEN", raising=False)
-    monkeypatch.setattr(launcher.os, "execve", lambda _, command, environment: started.append(command))
-    launcher.main(["--host", host])
-    assert len(started) == 1
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "127.example.com"])
-def test_an_open_host_needs_a_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str
-) -> None:
-    monkeypatch.delenv("QUIRE_DASHBOARD_TOKEN", raising=False)
-    assert launcher.main(["--host", host]) == 2
-    assert "needs a token" in capsys.readouterr().err
-
-
-def test_no_secret_is_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "a very secret token")
-    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "also secret")
-    monkeypatch.setattr(launcher.os, "execve", lambda _, command, environment: started.append((command, environment)))
-    launcher.main(["--host", "0.0.0.0", "--url", "a:1"])
-    (command, environment), = started  # fmt: skip
-    assert "secret" not in " ".join(command)
-    assert Settings.from_environment(environment).token == "a very secret token"
-    assert Settings.from_environment(environment).url == "a:1"
+    assert "--server.allowedHosts=127.0.0.2" in streamlit_command("127.0.0.2", 8501)
+    assert not [flag for flag in streamlit_command("0.0.0.0", 8501) if "allowedHosts" in flag]
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -45,7 +45,7 @@ def test_extras_that_are_named_exist_and_have_what_is_missing() -> None:
     named = {name for names in listed for name in re.findall(r"\w+(?=`)", names)}
     named |= set(re.findall(r"(?:install_command|missing_package)\(['\"](\w+)['\"]", text))
     assert {"bench", "dashboard", "openai", "otel", "ray", "server"} <= named <= known.keys()
-    own = {"quire_dashboard": "", "grpc": "tritonclient"}  # Quire's, and a part of tritonclient's extra
+    own = {"grpc": "tritonclient"}  # a part of its extra
     for module in (bench_serve, dashboard, openai, models):
         (extra,) = re.findall(r'missing_package\("(\w+)"', Path(module.__file__ or "").read_text(encoding="utf-8"))
         packages = " ".join(known[extra]).replace("-", "_")

@@ -333,13 +333,11 @@ def test_headers_that_are_too_large() -> None:
         ({"max_n": 2}, {"n": 3}, "n"),
         ({"max_n": 2}, {"n": "3"}, "n"),
         ({"max_n": 2}, {"n": 3.0}, "n"),
-        ({"max_stop": 1}, {"stop": ["a", "b"]}, "stop"),
         ({"max_logprobs": 59}, {"logprobs": 2, "max_tokens": 10, "n": 2}, "logprobs"),
         ({"max_logprobs": 59}, {"logprobs": "2", "max_tokens": " 10", "n": 2.0}, "logprobs"),
         ({"max_logprobs": 59}, {"logprobs": 2.0, "max_tokens": 1e1, "n": "2"}, "logprobs"),
         ({"max_logprobs": 59}, {"logprobs": 2, "max_tokens": 10, "prompt": ["a", "b"]}, "logprobs"),
         ({"max_logprobs": 59}, {"logprobs": 3}, "logprobs"),  # of the model's default of 16 tokens
-        ({"max_grammar_bytes": 20}, {"guided_regex": "x" * 20}, "guided_regex"),
     ],
 )
 def test_a_request_that_asks_for_too_much_names_what(limits: Any, more: Any, param: str) -> None:

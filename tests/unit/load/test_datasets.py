@@ -130,48 +130,24 @@ def test_sharegpt_asks_for_as_many_tokens_as_the_answers_have(tmp_path: Path) ->
         make(1, dataset_name="sharegpt", dataset_path=path)
 
 
-def test_a_trace_has_its_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
-    lines = [{"timestamp": 1000, "input_length": 20, "output_length": 3, "hash_ids": [1, 2, 3]},
-             {"timestamp": 1500.5, "input_length": 18, "output_length": 4, "hash_ids": [1, 2, 9]},
-             {"timestamp": 4000, "input_length": 5, "output_length": 1}]  # fmt: skip
-    path = write(tmp_path / "trace.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n")
-    requests = make(3, dataset_name="mooncake", dataset_path=path, mooncake_block_size=8)
-    assert [one.timestamp_s for one in requests] == [0.0, 0.5005, 3.0]
-    assert [len(one.prompt) for one in requests] == [20, 18, 5]
-    assert [one.max_tokens for one in requests] == [3, 4, 1]
-    assert requests[0].prompt[:16] == requests[1].prompt[:16]
-    assert requests[0].prompt[16:18] != requests[1].prompt[16:]
-    assert requests[0].prompt[:8] != requests[0].prompt[8:16]
-
-
-GOOD = {"timestamp": 0, "input_length": 1, "output_length": 1}
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("content", "message"),
     [
-        ("sharegpt", "{", "is not JSON"),
-        ("sharegpt", {}, "must be a list of conversations"),
-        ("sharegpt", [{"conversations": TALK}, {"talk": 1}], r"entry 1 is not ShareGPT's format"),
-        ("sharegpt", [{"conversations": [{"from": "human", "value": 5}]}], "entry 0 is not ShareGPT"),
-        ("mooncake", "{}", r"line 1: timestamp is None; it must be a number of at least 0"),
-        ("mooncake", json.dumps(GOOD) + "\n[]", "line 2 is no JSON object"),
-        ("mooncake", "nothing", "line 1 is not JSON"),
-        ("mooncake", {**GOOD, "input_length": 0}, "input_length is 0"),
-        ("mooncake", {**GOOD, "output_length": 1.5}, "output_length is 1.5"),
-        ("mooncake", {**GOOD, "timestamp": True}, "timestamp is True"),
-        ("mooncake", {**GOOD, "hash_ids": ["a"]}, "hash_ids is"),
+        ("{", "is not JSON"),
+        ({}, "must be a list of conversations"),
+        ([{"conversations": TALK}, {"talk": 1}], r"entry 1 is not ShareGPT's format"),
+        ([{"conversations": [{"from": "human", "value": 5}]}], "entry 0 is not ShareGPT"),
     ],
 )
-def test_bad_files_are_refused_by_name(tmp_path: Path, name: str, content: Any, message: str) -> None:
+def test_bad_files_are_refused_by_name(tmp_path: Path, content: Any, message: str) -> None:
     path = write(tmp_path / "data", content)
     with pytest.raises(ValueError, match=message):
-        make(2, dataset_name=name, dataset_path=path, sharegpt_output_len=5)
+        make(2, dataset_name="sharegpt", dataset_path=path, sharegpt_output_len=5)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dataset_path .*absent cannot be read"):
-        make(1, dataset_name="mooncake", dataset_path=tmp_path / "absent")
+        make(1, dataset_name="sharegpt", dataset_path=tmp_path / "absent")
     with pytest.raises(ValueError, match=r"tokenizer is .*absent; it must be a checkpoint's folder"):
         PromptMaker(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"tokenizer .*bad.json cannot be read"):

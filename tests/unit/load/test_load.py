@@ -51,13 +51,9 @@ class Server:
 
 
 def run(
-    server: Server, arrivals: Arrivals, num_requests: int = 40, *, stop_at: float | None = None,
-    timestamps: bool = False, **settings: Any,
-) -> Load:  # fmt: skip
-    requests = [
-        SampleRequest(prompt="x", max_tokens=TOKENS, timestamp_s=0.5 * number if timestamps else None)
-        for number in range(num_requests)
-    ]
+    server: Server, arrivals: Arrivals, num_requests: int = 40, *, stop_at: float | None = None, **settings: Any
+) -> Load:
+    requests = [SampleRequest(prompt="x", max_tokens=TOKENS)] * num_requests
 
     async def main() -> Load:
         load = Load(server, requests, arrivals, **settings)
@@ -107,16 +103,6 @@ def test_in_a_closed_loop_a_request_is_due_when_another_one_has_ended() -> None:
     assert server.most_running == 4
     assert load.duration_s == pytest.approx(10 * (TTFT + GAP * (TOKENS - 1)))
     assert [record.ttft_s for record in load.records] == pytest.approx([TTFT] * 40)
-
-
-def test_a_trace_comes_at_its_times() -> None:
-    load = run(Server(), Arrivals(), 4, timestamps=True)
-    assert [record.scheduled_s for record in load.records] == pytest.approx([0.0, 0.5, 1.0, 1.5])
-
-
-def test_a_rate_wins_over_a_trace_s_times() -> None:
-    load = run(Server(), Arrivals(request_rate=1.0, burstiness=FIXED), 3, timestamps=True)
-    assert [record.scheduled_s for record in load.records] == pytest.approx([1.0, 2.0, 3.0])
 
 
 def test_failures_are_told_apart_and_leave_the_others_alone() -> None:

@@ -1,12 +1,10 @@
 """A run in numbers."""
 
 import random
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
 from quire_load.load import RequestRecord
-from quire_load.plot import draw
 from quire_load.report import Targets, parse_goodput, percentile, summarize
 from quire_load.scrape import Scrape, parse
 from quire_load.server_figures import difference
@@ -100,16 +98,3 @@ def test_the_server_s_figures_are_those_of_the_run_alone() -> None:
     assert values["mean_ttft_ms"] == pytest.approx(96)
     assert difference(before, before, MODEL).as_dict([99])["median_ttft_ms"] is None
     assert difference(before, reading(state), "another").histograms["ttft"].count == 0
-
-
-def test_a_picture_is_drawn_of_anything() -> None:
-    state = State()
-    before = reading(state)
-    state.finish(3)
-    server = difference(before, reading(state), MODEL)
-    records = [record(ttft=0.1 * i) for i in range(1, 4)] + [record(error_kind="error")]
-    full = draw(summarize(records), records, "tinypy <&>", server)
-    root = ElementTree.fromstring(full)
-    assert len(root.findall(".//{*}polyline")) == 4
-    assert "tinypy <&>" in {element.text for element in root.iter()}
-    assert ElementTree.fromstring(draw(summarize([]), [], "nothing")).findall(".//{*}polyline") == []

@@ -127,7 +127,7 @@ class Machine:
         bears = 6.0 if settings.get("max_num_seqs") == 32 else 3.0
         ttft = 0.1 if options.arrivals.request_rate <= bears else 9.0
         record = RequestRecord(scheduled_s=0.0, token_times_s=[ttft], ended_s=ttft, num_output_tokens=1)
-        return Measurement(report=summarize([record] * len(requests), options.goodput), records=[], server=None,
+        return Measurement(report=summarize([record] * len(requests), options.goodput), server=None,
                            no_server="", is_interrupted=self.num_runs > self.stop_after)  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def test_objectives_that_nothing_meets(machine: Machine, tmp_path: Path, capsys:
         (["--try", "dtype=[1]"], "dtype is tried, and has a value as well"),
         (["--attainment", "2"], "attainment is 2.0"),
         (["--seconds", "0"], "seconds is 0.0"),
-        (["--dataset-name", "mooncake", "--dataset-path", "/absent"], "dataset_path /absent cannot be read"),
+        (["--dataset-name", "sharegpt", "--dataset-path", "/absent"], "dataset_path /absent cannot be read"),
     ],
 )
 def test_bad_options_are_wrong_usage(
