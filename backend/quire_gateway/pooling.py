@@ -10,7 +10,7 @@ import base64
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,10 @@ def parse_embeddings(fields: Fields) -> PoolingCall:
 
 def parse_pooling(fields: Fields) -> PoolingCall:
     """The body of /pooling."""
-    return _vectors(fields, fields.take_as(str, "task", "a string") or "", "pool", "pooling", "data")
+    task = fields.take_as(str, "task", "a string") or ""
+    if task == "score":
+        raise InvalidRequestError("task", "task is score, which compares two texts; /score and /rerank take them")
+    return _vectors(fields, task, "pool", "pooling", "data")
 
 
 def parse_classify(fields: Fields) -> PoolingCall:
@@ -109,7 +112,7 @@ def parse_rerank(fields: Fields) -> PoolingCall:
     _check_number("documents", texts)
     top_n, shows_documents = fields.take("top_n"), fields.flag("return_documents", True)
     if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise InvalidRequestError("top_n", f"top_n is {str(top_n)[:100]}; it must be an integer above 0")
+        raise InvalidRequestError("top_n", f"top_n is {repr(top_n)[:100]}; it must be an integer above 0")
 
     def render(pooled: Pooled) -> dict[str, Any]:
         scores = pooled.data[:, 0]
@@ -178,13 +181,8 @@ def _check_number(name: str, texts: Sequence[Any]) -> None:
 
 def _take_encoding(fields: Fields) -> Callable[[npt.NDArray[np.float32]], Any]:
     """How a vector is written."""
-    encoding, dtype = fields.take("encoding_format") or "float", fields.take("embed_dtype") or "float32"
-    order = fields.take("endianness") or "native"
-    for name, value, allowed in (
-        ("encoding_format", encoding, _ENCODINGS), ("embed_dtype", dtype, _DTYPES), ("endianness", order, _ORDERS),
-    ):  # fmt: skip
-        if not isinstance(value, str) or value not in allowed:
-            raise InvalidRequestError(name, f"{name} is {str(value)[:100]!r}; it must be {' or '.join(allowed)}")
+    encoding = _take_choice(fields, "encoding_format", _ENCODINGS)
+    dtype, order = _take_choice(fields, "embed_dtype", _DTYPES), _take_choice(fields, "endianness", _ORDERS)
     if encoding == "float":
         return lambda part: part.tolist()
     is_swapped = _ORDERS[order] != sys.byteorder
@@ -194,6 +192,15 @@ def _take_encoding(fields: Fields) -> Callable[[npt.NDArray[np.float32]], Any]:
         return base64.b64encode((numbers.byteswap() if is_swapped else numbers).tobytes()).decode()
 
     return encode
+
+
+def _take_choice(fields: Fields, name: str, allowed: Collection[str]) -> str:
+    """The value of a field; the first that is allowed if it is absent."""
+    fields.provide(name, next(iter(allowed)))
+    value = fields.take(name)
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidRequestError(name, f"{name} is {repr(value)[:100]}; it must be {' or '.join(allowed)}")
+    return value
 
 
 def _bfloat16(part: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

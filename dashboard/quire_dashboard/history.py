@@ -97,8 +97,11 @@ class Ring:
         """The index, and what views have found in it; both until there is another sample."""
 
     def append(self, scrape: Scrape) -> None:
-        """Append one reading."""
+        """Append one reading. If the clock has been set back, those before are forgotten: windows go by time."""
         with self._lock:
+            if self._times and scrape.time < self._times[-1]:
+                self._times.clear()
+                self._rows.clear()
             for key in scrape.values:
                 if key not in self._index:
                     self._index[key] = len(self._index)

@@ -38,6 +38,8 @@ _SAME_S = 10.0
 """A cause that comes back within so long is the same incident."""
 _OLD_S = 90 * 86400.0
 """Files of servers that have had no incident for so long are removed."""
+_LATEST = 1e11
+"""Seconds since the epoch that a row may hold, the year 5138: `datetime` ends with 9999."""
 _LOOK_S = 10.0
 """Between two looks at the requests that were hurt, while nothing else changes."""
 _NOT_HURT = ("invalid", "client left", "cancelled")
@@ -102,9 +104,24 @@ def read_incidents(path: Path | None) -> dict[str, Incident]:
     for line in lines:
         with suppress(ValueError, RecursionError):
             row = msgspec.json.decode(line, type=Incident)
-            if row.began:
+            if 0 < row.began < _LATEST and (row.over is None or 0 < row.over < _LATEST):
                 found[row.id] = row
     return dict(sorted(found.items(), key=lambda item: item[1].began)[-MOST_ROWS:])
+
+
+def is_written(path: Path | None) -> bool:
+    """Whether a dashboard writes the file; else the last row may have ended without being noted."""
+    try:
+        descriptor = os.open(path or "", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def hurt_among(requests: Collection[EndedRequest], since: float) -> list[Hurt]:

@@ -81,7 +81,8 @@ class Monitor:
         self._num_answers_without = 0
         """Readings in a row that failed though gRPC answered."""
         self._last_success = 0.0
-        self._since = time.time()
+        """On the clock of `time.monotonic`, as `_since`."""
+        self._since = time.monotonic()
         self._has_read = threading.Event()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -200,7 +201,7 @@ class Monitor:
         if not self._last_success:
             self._seed(scrape)
         self.ring.append(scrape)
-        self._last_success = time.time()
+        self._last_success = time.monotonic()
         self._error = self._unreachable = ""
         self._num_answers_without = 0
 
@@ -235,12 +236,12 @@ class Monitor:
     @property
     def seconds_since_success(self) -> float | None:
         """Age of the last good reading; None when there has been none."""
-        return time.time() - self._last_success if self._last_success else None
+        return time.monotonic() - self._last_success if self._last_success else None
 
     @property
     def seconds_away(self) -> float | None:
         """How long the server has not answered, as far as is known; None while it does."""
-        return time.time() - (self._last_success or self._since) if self._error else None
+        return time.monotonic() - (self._last_success or self._since) if self._error else None
 
     def models(self) -> list[str]:
         """The models that have series in the last reading, else those that ever had."""

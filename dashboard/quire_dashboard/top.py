@@ -20,7 +20,7 @@ from quire_dashboard import figures, words
 from quire_dashboard.evidence import WINDOW_S, ask_serve, gather, models_in
 from quire_dashboard.health import assess
 from quire_dashboard.history import Ring, View
-from quire_dashboard.incidents import incidents_file, read_incidents
+from quire_dashboard.incidents import incidents_file, is_written, read_incidents
 from quire_dashboard.queries import Query, latest
 from quire_dashboard.settings import Settings
 
@@ -153,15 +153,17 @@ class Top:
             text.append(f"  goodput by class: {', '.join(shown)}{more}\n")
 
     def _add_incidents(self, text: Text) -> None:
-        rows = list(read_incidents(incidents_file(self._metrics)).values())[-_MOST_INCIDENTS:]
+        path = incidents_file(self._metrics)
+        rows = list(read_incidents(path).values())[-_MOST_INCIDENTS:]
+        end = "goes on" if is_written(path) else "no dashboard has noted its end"
         if rows:
             text.append("\nlast incidents\n", style="bold")
         for row in reversed(rows):
             moments = [row.began] if row.over is None else [row.began, row.over]
             when = " to ".join(f"{datetime.fromtimestamp(one):%m-%d %H:%M:%S}" for one in moments)
             whose = f"{row.model}: " if row.model else ""
-            goes_on = " (goes on)" if row.over is None else ""
-            text.append(f"  {when}{goes_on}  {whose}{row.title}; {words.count(row.num_hurt)} requests hurt\n")
+            state = f" ({end})" if row.over is None else ""
+            text.append(f"  {when}{state}  {whose}{row.title}; {words.count(row.num_hurt)} requests hurt\n")
 
 
 def show(top: Top, sleep: Callable[[float], None] = time.sleep) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from quire_gateway.settings import GatewaySettings
-from quire_load.printable import printable
+from quire_load.printable import printable, standard_output
 from typer.core import TyperCommand
 
 from quire_cli.bench.commands import bench_app, tune
@@ -66,7 +66,9 @@ class GroupedCommand(TyperCommand):
 def main() -> NoReturn:
     """The `quire` program."""
     _open_standard_streams()
-    sys.exit(run(sys.argv[1:]))
+    with standard_output():
+        code = run(sys.argv[1:])
+    sys.exit(code)
 
 
 def _open_standard_streams() -> None:

@@ -53,11 +53,18 @@ def find_repository(path: Path | None) -> Path:
 
 def models_of(repository: Path) -> list[Path]:
     """The folders of a repository's models, by name."""
-    return sorted(
-        folder
-        for folder in repository.iterdir()
-        if folder.is_dir() and any(one.name == "config.pbtxt" or one.name.isdecimal() for one in folder.iterdir())
-    )
+    try:
+        return sorted(filter(_is_model, repository.iterdir()))
+    except PermissionError as error:
+        raise CommandError(f"the model repository {repository} cannot be read: {error.strerror}") from None
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+    except PermissionError:  # such as lost+found of a volume
+        return False
+    return any(one.name == "config.pbtxt" or one.name.isdecimal() for one in entries)
 
 
 def newest_version(model: Path) -> Path | None:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from quire_engine.adapters.files import NICENESS
 from quire_engine.adapters.registry import AdapterRegistry
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineConfig, ModelConfig
+from quire_engine.encoders.family import check_same_tower
 from quire_engine.encoders.image_encoder import make_image_encoder
 from quire_engine.errors import (
     CheckpointError,
@@ -63,6 +64,7 @@ from quire_engine.snapshot import (
 )
 from quire_engine.stats import AbortedBy, AdapterStats, IterationStats, SchedulerStats, StatLogger
 from quire_engine.system.process_state import is_running, lower_priority
+from quire_engine.tasks.reading import read_pooling_info
 
 logger = logging.getLogger(__name__)
 
@@ -527,7 +529,7 @@ class AsyncLLM:
 
         Args:
             weights_path: the absolute path of a checkpoint of the same architecture and shapes, with the same
-                tokenizer.
+                tokenizer, and if the model takes images, with the same part for them.
 
         Raises:
             RequestError: it is none.
@@ -540,14 +542,29 @@ class AsyncLLM:
         await self._start_alive()
         config = replace(self.config, model=replace(self.config.model, model=weights_path))
         try:
-            await asyncio.to_thread(
-                check_replacement, Path(weights_path), Path(config.model.tokenizer_path),
-                Path(self.config.model.tokenizer_path), self._checkpoint, config.model.load_format,
-                config.model.model_impl,
-            )  # fmt: skip
+            await asyncio.to_thread(self._check_replacement, config.model)
         except (OSError, CheckpointError) as error:
             raise RequestError.of("weights_path", f"is {quote(weights_path)}: {error}") from None
         await self._client.update_weights(config)
+
+    def _check_replacement(self, model: ModelConfig) -> None:
+        """Check that what this process has read of the present folder holds for another one, too. Raises OSError or
+        CheckpointError."""
+        folder, present = Path(model.model), Path(self.config.model.model)
+        check_replacement(
+            folder, Path(model.tokenizer_path), Path(self.config.model.tokenizer_path), self._checkpoint,
+            model.load_format, model.model_impl,
+        )  # fmt: skip
+        there, here = (read_pooling_info(one, self._checkpoint) for one in (folder, present))
+        for name in PoolingInfo.__struct_fields__:
+            if getattr(there, name) != getattr(here, name):
+                raise CheckpointError(
+                    f"{folder}: {name} of its vectors is {quote(getattr(there, name))}, and "
+                    f"{quote(getattr(here, name))} in {present}; copy the files of sentence-transformers there, or "
+                    "load it as a model of its own"
+                )
+        if self.input_processor.images is not None:
+            check_same_tower(folder, present)
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""

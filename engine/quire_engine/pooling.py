@@ -73,11 +73,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         for name, is_good, allowed in (
             ("task", self.task in (None, *TASKS), f"one of {', '.join(TASKS)}"),
             ("pooling_type", self.pooling_type in (None, *POOLING_TYPES), f"one of {', '.join(POOLING_TYPES)}"),
-            ("truncate_prompt_tokens", keep is None or keep == -1 or 0 < keep < 2**31, "at least 1, or -1"),
-            ("dimensions", size is None or 0 < size < 2**31, "at least 1"),
-            ("step_tag_id", tag is None or 0 <= tag < 2**31, "a token id, from 0 on"),
+            ("truncate_prompt_tokens", keep is None or keep == -1 or 0 < keep < 2**31, "from 1 to 2**31 - 1, or -1"),
+            ("dimensions", size is None or 0 < size < 2**31, "from 1 to 2**31 - 1"),
+            ("step_tag_id", tag is None or 0 <= tag < 2**31, "a token id, from 0 to 2**31 - 1"),
             ("returned_token_ids", ids is None or (ids and all(type(one) is int and 0 <= one < 2**31 for one in ids)),
-             "a list of integers from 0 on"),
+             "a list of integers from 0 to 2**31 - 1"),
         ):  # fmt: skip
             if not is_good:
                 raise RequestError.of(name, f"is {quote(getattr(self, name))}; it must be {allowed}")

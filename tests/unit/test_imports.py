@@ -29,7 +29,7 @@ ENGINE = {
     "llm": "core frontend encoders adapters kv_connector messages outputs config sampling_params pooling lora stats "
     "errors system",
     "async_llm": "replicas frontend encoders adapters kv_connector messages outputs config sampling_params pooling "
-    "lora stats errors models slo snapshot system",
+    "lora stats errors models slo snapshot system tasks",
     # The frontend, the replicas and the engine core.
     "replicas": "core scheduler kv_cache kv_connector models config messages stats errors snapshot ipc system timeline",
     "frontend": "scheduler encoders models messages outputs sampling_params pooling stats errors slo snapshot system "

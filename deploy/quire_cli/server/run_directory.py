@@ -245,7 +245,11 @@ def _directories() -> Iterator[tuple[Path, RunId]]:
 
 def _own_entries(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, RunId]]:
     """Entries of this user in `folder` whose name has a run id as the pattern's first group."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+    try:
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+    except PermissionError:  # another user has made a folder of this user's name
+        return
+    for path in entries:
         match = name.fullmatch(path.name)
         run_id = RunId.parse(match[1]) if match else None
         with contextlib.suppress(FileNotFoundError):

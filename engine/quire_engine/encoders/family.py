@@ -1,5 +1,6 @@
 """Which family a checkpoint is of, and the image processor that it asks for."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,10 +14,10 @@ from quire_engine.encoders.families import gemma, idefics3, internvl, llava, qwe
 from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.encoders.families.other import Other
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.checkpoints import is_of_text_model, open_checkpoint, weight_files
 from quire_engine.models.checkpoints.config import architecture_named
 from quire_engine.models.checkpoints.fields import Fields
-from quire_engine.models.checkpoints.files import read_json
+from quire_engine.models.checkpoints.files import brief, open_regular, parse_object, read_json
 
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
@@ -42,6 +43,8 @@ FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Where the settings of an image processor are; transformers 5 writes the second."""
+_VIDEO_FILE = "video_preprocessor_config.json"
+_PIECE = 1 << 20
 
 
 def find_family(folder: Path) -> ImageFamily | None:
@@ -108,7 +111,7 @@ def load_video_processor(family: ImageFamily, folder: Path) -> VideoProcessor | 
 
 def read_video_settings(folder: Path) -> dict[str, Any]:
     """Settings of the video processor: where transformers 5 writes them, in a file of their own, or those of images."""
-    for name, key in ((PROCESSOR_FILES[1], "video_processor"), ("video_preprocessor_config.json", None)):
+    for name, key in ((PROCESSOR_FILES[1], "video_processor"), (_VIDEO_FILE, None)):
         if (folder / name).exists():
             found = read_json(folder / name)
             inner = found if key is None else found.get(key)
@@ -142,3 +145,47 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def as_arrays(found: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """The arrays of an image processor's result, whose nested lists become arrays."""
     return {name: np.ascontiguousarray(value) for name, value in found.items()}
+
+
+def check_same_tower(folder: Path, present: Path) -> None:
+    """Check that a checkpoint gives the hidden states of images that another one gives.
+
+    Args:
+        folder: the checkpoint, whose headers are checked.
+        present: the other one.
+
+    Raises:
+        CheckpointError: it does not, or a file cannot be read.
+    """
+    if folder.samefile(present):
+        raise CheckpointError(
+            f"{folder}: the present weights were read from it, so that the part for images cannot be compared; give a "
+            "folder of its own"
+        )
+    here, there = _other_parts(present), _other_parts(folder)
+    changed = next((name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)), None)
+    if changed is not None:
+        raise CheckpointError(
+            f"{folder}: {brief(changed)} is not that of {present}, and the part for images keeps its weights and "
+            "settings; load it as a model of its own"
+        )
+
+
+def _other_parts(folder: Path) -> dict[str, object]:
+    """What a checkpoint has besides its text model: digests of tensors, and settings, by name."""
+    found: dict[str, object] = {"vision_config": open_checkpoint(folder).config()[1].get("vision_config")}
+    found |= {name: read_json(folder / name) for name in (*PROCESSOR_FILES, _VIDEO_FILE) if (folder / name).exists()}
+    for path in weight_files(folder):
+        with open_regular(path) as file:
+            header = parse_object(path, file.read(int.from_bytes(file.read(8), "little")))
+            start = file.tell()
+            for name, entry in header.items():
+                if name == "__metadata__" or is_of_text_model(name):
+                    continue
+                begin, end = entry["data_offsets"]
+                digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}".encode())
+                file.seek(start + begin)
+                for first in range(begin, end, _PIECE):
+                    digest.update(file.read(min(_PIECE, end - first)))
+                found[name.removeprefix("model.")] = digest.digest()
+    return found

@@ -48,12 +48,14 @@ class ConversationRenderer:
         """
         name = "messages"
         split, images = self._check(conversation)
+        if not self._tokenizer.chat_template:
+            raise RequestError.because(name, "the model has no chat template; give a prompt of text instead")
         try:
             template = self._tokenizer.get_chat_template()
             messages = fit_contents(split, template, self._placeholders)
             fitted = msgspec.structs.replace(conversation, messages=messages, images=())
             text = self._render(template, fitted, self._tokenizer.special_tokens_map)
-        except (ChatTemplateError, ValueError) as error:  # the latter where there is none
+        except (ChatTemplateError, ValueError) as error:  # the latter where there are several
             reason = " ".join(str(error).split())
             raise RequestError.because(name, f"the chat template failed: {reason}") from None
         num_videos = sum(isinstance(image, Video) for image in images)

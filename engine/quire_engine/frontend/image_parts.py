@@ -146,7 +146,11 @@ def decode_media(text: bytes) -> bytes | Video | ImageEmbeds:
         ValueError: it is none.
     """
     if text.startswith(b"{"):
-        return read_embeds(_tensors(msgspec.json.decode(text, type=dict[str, str])))
+        try:
+            files = msgspec.json.decode(text, type=dict[str, str])
+        except ValueError as error:
+            raise ValueError(f"{ROWS} are no JSON object of texts: {error}") from None
+        return read_embeds(_tensors(files))
     if not text.startswith(b"data:"):
         return decode_base64(text)
     url = text.decode(errors="replace")

@@ -22,7 +22,7 @@ from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.altup import AltUpDecoder
-from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, open_checkpoint
+from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, is_of_text_model, open_checkpoint
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.parts import part_names, with_experts, with_parts
 from quire_engine.models.checkpoints.weight_format import WeightFormat
@@ -170,11 +170,11 @@ def _named_tensors(
     options, experts = config.options, config.experts
     stored = open_checkpoint(folder).tensors
     if config.has_other_parts:
-        texts = "lm_head.", "mtp.", "model.text_model.", "model.embed_tokens.", "model.layers.", "model.norm."
-        is_text = [name for name in stored if "language_model." in name or name.startswith(texts)]
+        is_text = list(filter(is_of_text_model, stored))
         if reports and len(is_text) < len(stored):
             others = len(stored) - len(is_text)
-            logger.info("%s: served as text; %d tensors of other parts are skipped", folder, others)
+            said = "%s: the text model has %d tensors; %d of other parts are skipped"
+            logger.info(said, folder, len(is_text), others)
         stored = {name: stored[name] for name in is_text}
 
     def rename(name: str) -> str:

@@ -141,6 +141,35 @@ def test_closed_streams_are_no_traceback(closed: str) -> None:
     assert len(result.stderr.splitlines()) == (0 if "2>" in closed else 1)
 
 
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize("module", ["quire_cli model list", "quire_dashboard.top --once --metrics 127.0.0.1:1"])
+def test_what_stdout_cannot_take_is_one_line(module: str) -> None:
+    command = f"{sys.executable} -m {module} > /dev/full"
+    result = subprocess.run(command, shell=True, env=BUFFERED, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "quire: stdout cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "quire_cli", "model", "list"]
+    result = subprocess.run(command, env=BUFFERED, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "modèle" / "1").mkdir(parents=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "quire_cli", "model", "list", "--model-repository", str(tmp_path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert result.stdout.startswith("mod\\xe8le ")
+
+
 @pytest.mark.parametrize("arguments", [["serve"], ["serve", "--model", "x"], ["model", "add", "x"]])
 def test_deleted_working_directory_is_named(tmp_path: Path, arguments: list[str]) -> None:
     gone = tmp_path / "gone"

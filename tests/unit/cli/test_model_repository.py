@@ -1,12 +1,14 @@
 """`quire model add`: settings from the command line, and the two files that it writes."""
 
+import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.main import run
-from quire_cli.model_repository import demo_repository, model_name, parse_settings, write_model
+from quire_cli.model_repository import demo_repository, model_name, models_of, parse_settings, write_model
 from support.adapters import make_adapter
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
@@ -132,3 +134,19 @@ def test_settings_with_a_token_are_for_their_owner_alone(tmp_path: Path) -> None
     file.chmod(0o644)
     write_model(tmp_path, CHECKPOINT, "mine", {"introspection_token": "a token of operators"}, force=True)
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_cannot_be_read_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, closed = write_model(tmp_path, CHECKPOINT, "mine"), tmp_path / "lost+found"
+    closed.mkdir()
+    read = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:  # root may read all
+        if folder == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return read(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert models_of(tmp_path) == [model]
+    with pytest.raises(CommandError, match=r"lost\+found cannot be read: Permission denied"):
+        models_of(closed)

@@ -101,6 +101,17 @@ def test_a_counter_that_appears_late_or_is_missing_for_a_while_does_not_count_tw
     assert latest(Rate(name="quire_generation_tokens_total"), ring.view(), LABELS) == {"": 1.0}
 
 
+def test_a_clock_that_is_set_back_leaves_no_reading_of_the_future() -> None:
+    counter = key("quire_requests_total")
+    ring = ring_of(*((10_000.0 + 2 * second, {counter: 0.0}) for second in range(40)))
+    for time, value in ((6400.0, 10.0), (6402.0, 14.0)):
+        ring.append(Scrape(time, {counter: value}))
+    view = ring.view()
+    assert view.times == [6400.0, 6402.0]
+    assert (view.first, view.last) == (40, 41)
+    assert latest(Rate(name="quire_requests_total"), view, LABELS) == {"": 2.0}
+
+
 def test_the_ring_forgets_the_oldest_and_keeps_its_growth_right() -> None:
     ring = Ring(3)
     for time in range(10):

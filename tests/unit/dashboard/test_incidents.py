@@ -184,6 +184,7 @@ def test_a_malformed_line_costs_no_other(watched: Watched, path: Path) -> None:
             b'{"id": "e", "hurt": [{"label": 7}], "began": 1.0}\n{"id": "f", "num_hurt": "x", "began": 1.0}\n'
         )
         file.write(b'{"id": "g", "began": 1.0, "more": %b%b}\n' % (b"[" * 100_000, b"]" * 100_000))
+        file.write(b'{"id": "h", "began": 1e30}\n{"id": "i", "began": -1.0}\n{"id": "j", "began": 1.0, "over": 1e30}\n')
         file.write(b'{"id": "d", "beg')
     watched.look(m=WELL)
     watched.look(20.0, m=ill("queue"))

@@ -196,7 +196,6 @@ def test_it_says_what_quire_serve_knows_and_the_last_incidents(monkeypatch: pyte
     log = IncidentLog(incidents_file("h:8002"), clock=lambda: 1000.0)
     finding = Finding(level=Level.WARNING, cause="queue", title="Requests wait \x1b[2J", detail="")
     log.look({"tinypy": Verdict(level=Level.WARNING, headline="", findings=(finding,))}, lambda model, since: (3, ()))
-    log.close()
 
     def read(_: str) -> str:
         raise ScrapeError("nothing listens there")
@@ -207,6 +206,8 @@ def test_it_says_what_quire_serve_knows_and_the_last_incidents(monkeypatch: pyte
     said = top.render(1000.0)
     assert "  - tritonserver was killed by SIGKILL.\n" in said.plain
     assert "  01-01 00:16:40 (goes on)  tinypy: Requests wait \ufffd[2J; 3 requests hurt\n" in said.plain
+    log.close()  # as a dashboard that is killed
+    assert "  01-01 00:16:40 (no dashboard has noted its end)  tinypy: " in top.render(1000.0).plain
 
 
 def test_a_model_that_gives_vectors_has_no_times_of_tokens() -> None:

@@ -141,7 +141,7 @@ def test_a_process_that_was_stopped_is_ended(renderer: ChatTemplateRenderer, mon
             SAID,
             "messages: the chat template failed: roles must alternate",
         ),
-        (None, SAID, "messages: the chat template failed: "),
+        (None, SAID, "messages: the model has no chat template; give a prompt of text instead"),
         (PLAIN, [], "messages is empty; it must hold at least one message"),
         (PLAIN, ["x"], "messages holds 'x'; it must hold objects with role and content"),
     ],

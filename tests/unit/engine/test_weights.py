@@ -12,8 +12,9 @@ import torch
 from quire_engine import LLM, AsyncLLM
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.messages import LoadWeights, UseWeights
-from support.checkpoints import changed_copy
+from support.checkpoints import changed_copy, edit_json
 from support.engines import Stream, engine, kill, offline, params, run, until
+from support.pictures import image_of
 
 PROMPTS = [[5 + (i * n) % 60 for i in range(40)] for n in (1, 3)]
 KV_CACHE_BYTES = 1 << 24
@@ -134,6 +135,11 @@ def test_a_folder_that_does_not_fit_is_named_and_the_weights_stay(
     config = shutil.copytree(present, tmp_path / "config")
     fields = json.loads((config / "config.json").read_text())
     (config / "config.json").write_text(json.dumps({**fields, "rms_norm_eps": 0.5}))
+    vectors = shutil.copytree(present, tmp_path / "vectors")
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "pool"}]
+    (vectors / "modules.json").write_text(json.dumps(modules))
+    (vectors / "pool").mkdir()
+    (vectors / "pool" / "config.json").write_text('{"pooling_mode": "mean"}')
     untokenized = shutil.copytree(present, tmp_path / "untokenized")
     (untokenized / "tokenizer.json").unlink()
     expected = expected_tokens(present)
@@ -149,6 +155,7 @@ def test_a_folder_that_does_not_fit_is_named_and_the_weights_stay(
             (str(untokenized), "there is no tokenizer"),
             (str(config), "another model: rms_norm_eps is 0.5 there"),
             (str(checkpoint("tinypy")), "another model"),
+            (str(vectors), "pooling_type of its vectors is 'MEAN', and 'LAST' in "),
         ):
             with pytest.raises(RequestError, match=words) as rejected:
                 await llm.update_weights(path)  # type: ignore[arg-type]
@@ -207,3 +214,32 @@ def test_a_model_that_drafts_drafts_for_the_new_weights(checkpoint: Callable[[st
     greedy = params(max_tokens=24)
     found, expected = (one.generate(PROMPTS, greedy, use_tqdm=False) for one in (with_drafts, alone))
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+
+
+def test_the_part_for_images_stays_as_it_is(picture_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    present = picture_checkpoint("gemma3")
+
+    def change(tensors: dict[str, torch.Tensor], part: str) -> None:
+        tensors |= {name: -tensor for name, tensor in tensors.items() if part in name and "norm" in name}
+
+    text = changed_copy(present, tmp_path / "text", lambda tensors: change(tensors, "language_model."))
+    tower = changed_copy(present, tmp_path / "tower", lambda tensors: change(tensors, "vision_tower."))
+    settings = shutil.copytree(present, tmp_path / "settings")
+    edit_json(settings / "preprocessor_config.json", image_mean=[0.1, 0.1, 0.1])
+    image = image_of(28, 28)
+
+    async def answer(llm: AsyncLLM) -> Any:
+        prompt = {"prompt": "a <start_of_image> b", "multi_modal_data": {"image": image}}
+        return (await Stream(llm, prompt, params()).task).outputs[0].token_ids
+
+    async def main() -> None:
+        before = await answer(llm)
+        for folder, what in ((tower, r"vision_tower\..*norm"), (settings, "preprocessor_config.json")):
+            with pytest.raises(RequestError, match=f"{what}.* is not that of .*, and the part for images keeps"):
+                await llm.update_weights(str(folder))
+            assert await answer(llm) == before
+        await llm.update_weights(str(text))
+        assert await answer(llm) != before
+
+    with engine(present, kv_cache_memory_bytes=KV_CACHE_BYTES) as (llm, _):
+        run(llm, main)

@@ -215,6 +215,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ("/v1/embeddings", {"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype"),
     ("/v1/embeddings", {"input": "a", "endianness": ["big"]}, "endianness"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": []}, "encoding_format"),
+    ("/v1/embeddings", {"input": "a", "embed_dtype": ""}, "embed_dtype"),
+    ("/v1/embeddings", {"input": "a", "endianness": {}}, "endianness"),
     ("/v1/embeddings", {"input": "a", "messages": [{"role": "user", "content": "Hi"}]}, "messages"),
     ("/v1/embeddings", {"messages": []}, "messages"),
     ("/v1/embeddings", {"input": "a", "model": 7}, "model"),
@@ -229,6 +232,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/score", {"text_1": "a"}, "text_2"),
     ("/classify", {"input": None}, "input"),
     ("/pooling", {"input": "a", "task": ["embed"]}, "task"),
+    ("/pooling", {"input": "a", "task": "score"}, "task"),
 ]
 
 
@@ -238,6 +242,11 @@ def test_malformed_bodies_are_rejected_by_name(path: str, body: Mapping[str, Any
     assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body
     assert answer.json["error"]["message"].startswith(param)
     assert not requests
+
+
+def test_an_error_shows_a_text_as_one() -> None:
+    answer, _ = call("/rerank", {"model": "m", "query": "q", "documents": ["a"], "top_n": "3"})
+    assert answer.json["error"]["message"] == "top_n is '3'; it must be an integer above 0"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,22 @@ import os
 from pathlib import Path
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints.base import BAND, FLOATING, INDICES, CheckpointReader, StoredTensor
+from quire_engine.models.checkpoints.base import (
+    BAND,
+    FLOATING,
+    INDICES,
+    CheckpointReader,
+    StoredTensor,
+    is_of_text_model,
+)
 from quire_engine.models.checkpoints.files import brief
 from quire_engine.models.checkpoints.gguf import SPLIT, GgufReader
 from quire_engine.models.checkpoints.safetensors import SafetensorsReader, weight_files
 
-__all__ = ["BAND", "FLOATING", "INDICES", "CheckpointReader", "StoredTensor", "open_checkpoint", "weight_files"]
+__all__ = [
+    "BAND", "FLOATING", "INDICES", "CheckpointReader", "StoredTensor", "is_of_text_model", "open_checkpoint",
+    "weight_files",
+]  # fmt: skip
 
 
 def open_checkpoint(path: Path, setting: str = "model") -> CheckpointReader:

@@ -17,6 +17,7 @@ FLOATING = ("F64", "F32", "BF16", "F16")
 """Types that weights are converted from; types of eight bits or fewer need scales."""
 INDICES = ("I64",)
 """Types of numbers of tokens."""
+_TEXT = "lm_head.", "mtp.", "model.text_model.", "model.embed_tokens.", "model.layers.", "model.norm."
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
 
     def release(self, piece: "torch.Tensor") -> None:
         """Release the file's pages that a slice is a view of; its numbers are not read again."""
+
+
+def is_of_text_model(name: str) -> bool:
+    """Whether a tensor of a checkpoint with other parts, such as a tower of images, is the text model's."""
+    return "language_model." in name or name.startswith(_TEXT)
 
 
 def release_view(piece: "torch.Tensor") -> None:

@@ -1,5 +1,6 @@
 """What dead runs leave is recognised and removed; what living ones and others own is not touched."""
 
+import errno
 import os
 import re
 import signal
@@ -137,6 +138,19 @@ def test_files_of_another_user_are_left(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run_directory, "SHARED_MEMORY", tmp_path)
     sweep()
     assert not file.exists()
+
+
+def test_a_folder_of_another_user_in_the_place_of_ones_own_is_left(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = root / f"quire-{os.geteuid()}"
+    folder.mkdir()
+
+    def iterdir(_: Path) -> Iterator[Path]:  # root may read all
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "SHARED_MEMORY", root / "none")
+        patch.setattr(Path, "iterdir", iterdir)
+        assert not leftovers()
 
 
 def test_folder_that_others_can_enter_is_refused(root: Path) -> None:

@@ -108,6 +108,12 @@ def test_they_travel_in_messages_and_to_the_server(dtype: torch.dtype) -> None:
             assert sizes == ({"image_grid_thw": [[1, 4, 6]]} if number < 3 else {})
 
 
+@pytest.mark.parametrize("text", [b"{", b'{"image_embeds": 5}', b'{"image_embeds": "\xff"}'])
+def test_a_text_that_is_no_such_json_is_named(text: bytes) -> None:
+    with pytest.raises(ValueError, match="image_embeds are no JSON object of texts: "):
+        decode_media(text)
+
+
 @pytest.fixture(scope="module")
 def encoders(picture_checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], ImageEncoder]]:
     made: dict[str, ImageEncoder] = {}
