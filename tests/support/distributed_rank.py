@@ -1,4 +1,4 @@
-"""One rank over torch.distributed, as a process: `python distributed_rank.py '<JSON of Job>'` prints what it saw."""
+"""One rank over torch.distributed, as a process: it reads a line of JSON, its job, and prints what it saw."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def sample_first_tokens(job: dict[str, Any], state: ParallelState) -> list[int]:
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
+    job = json.loads(sys.stdin.buffer.readline())
     state = initialize_parallel_state(
         rank=job["rank"],
         tensor_parallel_size=job["tensor"],

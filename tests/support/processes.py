@@ -8,9 +8,10 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from quire_engine.system.child_process import start_module
 from support.fork_server import SERVER_NAME
 
 
@@ -24,6 +25,12 @@ def start_python(source: str, *arguments: str | bytes, pass_fds: Iterable[int] =
         pass_fds=tuple(pass_fds),
         env=environment,
     )
+
+
+def start_forked(source: str, *arguments: str | bytes, pass_fds: Collection[int] = ()) -> "subprocess.Popen[bytes]":
+    """The same, forked from the tests' fork server: for source that imports torch, which takes two seconds."""
+    words = [os.fsdecode(one) for one in (textwrap.dedent(source), *arguments)]
+    return start_module("support.source_process", words, stdout=subprocess.PIPE, pass_fds=pass_fds)
 
 
 @contextlib.contextmanager

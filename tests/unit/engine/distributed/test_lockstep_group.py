@@ -13,7 +13,7 @@ import torch
 from quire_engine.distributed.lockstep_group import LockstepGroup
 from quire_engine.errors import AbortedError
 from quire_engine.ipc.lockstep import GENERATION, Lockstep, LockstepHandle
-from support.processes import ended, open_descriptors, start_python
+from support.processes import ended, open_descriptors, start_forked
 
 MEMBER = """
     import sys, msgspec, torch
@@ -58,7 +58,7 @@ GOES_ON = """
 
 def start(source: str, handle: LockstepHandle, member: int) -> "subprocess.Popen[bytes]":
     arguments = msgspec.json.encode(handle), str(member)
-    return start_python(MEMBER + source, *arguments, pass_fds=handle.descriptors())
+    return start_forked(MEMBER + source, *arguments, pass_fds=handle.descriptors())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
-from support.processes import ended, open_descriptors, start_python
+from support.processes import ended, open_descriptors, start_forked
 
 RANK = """
     import sys, msgspec, torch
@@ -121,7 +121,7 @@ def ranks(
     descriptors = open_descriptors()
     group, flag = SharedMemoryGroup.create(size, piece_bytes), AbortFlagHandle.create()
     processes = [
-        start_python(
+        start_forked(
             RANK + source,
             msgspec.json.encode(group),
             msgspec.json.encode(flag),

@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import distributed_rank
+from quire_engine.system.child_process import start_module
 from support.oracle import Expected
 
 Workload = tuple[list[list[int]], list[int], list[Expected]]
@@ -19,23 +18,17 @@ LOOPBACK = "0100007F"
 def run_ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank reports."""
     processes = [
-        subprocess.Popen(
-            [sys.executable, distributed_rank.__file__, json.dumps({**job, "rank": rank})],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_module("support.distributed_rank", {**job, "rank": rank}, stdout=subprocess.PIPE)
         for rank in range(job["tensor"] * job["pipeline"])
     ]
     try:
-        results = [process.communicate(timeout=120) for process in processes]
+        results = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in results]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return [json.loads(output.splitlines()[-1]) for output in results]
 
 
 def check_group(report: dict[str, Any], size: int, rank: int) -> None:

@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -19,6 +18,7 @@ from quire_engine.kv_connector.block_file import BlockFileError
 from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
 from quire_engine.system.crash_loop import CircuitBreaker
 from quire_kernels.cpu import INSTRUCTION_SETS, library
+from support.processes import start_forked
 from support.shared_blocks import BlockSteps, copy_digest
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the C++ kernels")
@@ -74,10 +74,7 @@ class Memory:
             "def here():\n    os.write(1, b'!')\n"
             "def die():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
-        return subprocess.Popen(
-            [sys.executable, "-c", prelude + code, *map(str, arguments)],
-            pass_fds=[self.descriptor], stdout=subprocess.PIPE, stdin=subprocess.PIPE,
-        )  # fmt: skip
+        return start_forked(prelude + code, *map(str, arguments), pass_fds=[self.descriptor])
 
     def run_to_death(self, code: str) -> None:
         child = self.run(code)
@@ -416,8 +413,8 @@ here()
     )
     try:
         for _ in range(3):
-            ended = subprocess.run([sys.executable, "-c", prelude + code], pass_fds=[memory], capture_output=True)
-            assert (ended.returncode, ended.stdout) == (0, b"!"), ended.stderr.decode()
+            child = start_forked(prelude + code, pass_fds=[memory])
+            assert (child.communicate()[0], child.returncode) == (b"!", 0)
     finally:
         os.close(memory)
 

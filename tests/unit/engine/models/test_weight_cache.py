@@ -4,8 +4,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from quire_engine.system import memory
 from quire_engine.worker.cache_memory import CpuCacheMemory
 from quire_kernels import cpu
 from support.every_kind import core_of
+from support.processes import start_forked
 
 TINYPY = Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -440,7 +439,9 @@ model = load_model(folder, config, torch.float32, 64, cache=cache)
 weight_cache.os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
 cache.save(lambda: model)
 """
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    writer = start_forked(code)
+    writer.communicate()
+    assert writer.returncode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
     assert_same(write(tmp_path), load(make_cache(tmp_path)))
 

@@ -1,4 +1,4 @@
-"""The scheduler under whatever may happen, for thousands of steps: no request, block or token is lost or mixed up."""
+"""The scheduler under whatever may happen, for many steps: no request, block or token is lost or mixed up."""
 
 import random
 from typing import Any
@@ -8,9 +8,10 @@ from quire_engine.kv_cache import STATE
 from quire_engine.messages import EngineCoreOutput, FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request, RequestStatus
+from support.full import FULL
 from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step, undisturbed_output
 
-NUM_STEPS = 2000
+NUM_STEPS = 2000 if FULL else 1000
 MAX_MODEL_LEN = 40
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
-"""Thousands of short random lives of a scheduler: its books balance after every operation, whatever comes together.
+"""Short random lives of a scheduler: its books balance after every operation, whatever comes together.
 
 QUIRE_RANDOM_LIVES=2500 make test ARGS="tests/unit/engine/scheduler/test_random_operations.py -k elsewhere"
-                                            13,400 with a KV connector: so many of each of five kinds, and some others
+                                            32,500 with a KV connector: so many of each of 13 kinds
 """
 
 import contextlib
@@ -40,10 +40,10 @@ from support.scheduling import (
     undisturbed_output,
 )
 
-NUM_SEQUENCES = int(os.environ.get("QUIRE_RANDOM_SEQUENCES", "4000" if FULL else "1200"))
+NUM_SEQUENCES = int(os.environ.get("QUIRE_RANDOM_SEQUENCES", "4000" if FULL else "400"))
 NUM_PARTS = 4
-NUM_STORING = int(os.environ.get("QUIRE_RANDOM_LIVES", "400" if FULL else "150"))
-"""With a KV connector."""
+NUM_STORING = int(os.environ.get("QUIRE_RANDOM_LIVES", "400" if FULL else "60"))
+"""Of each way of running steps with a KV connector."""
 _KERNELS = find_spec("quire_kernels")  # which is not imported, as it brings torch
 HAS_MEMORY = (
     _KERNELS is not None
@@ -51,10 +51,10 @@ HAS_MEMORY = (
     and any(Path(_KERNELS.origin).parent.glob("_cpu*.so"))
     and os.environ.get("QUIRE_CPU_KERNELS", "") not in ("torch", "triton")
 )
-NUM_OF_KIND = 300 if FULL else 120
+NUM_OF_KIND = 300 if FULL else 60
 """Of each other way of running steps."""
-NUM_WHERE_RARE = 300
-"""Of those with drafts, windows, or steps in flight beside a store, in which some outcomes are rare."""
+MOST_LIVES = 300
+"""In which everything has occurred: with drafts, windows, or steps in flight beside a store some outcomes are rare."""
 MAX_MODEL_LEN = 24
 
 
@@ -527,10 +527,12 @@ class Life:
         self.counts["deadline"] = codes.count(ErrorCode.DEADLINE)
 
 
-def live(seeds: Sequence[int], **arguments: Any) -> None:
-    """Lives of these seeds, in which everything occurs."""
+def live(num_lives: int, first_seed: int = 0, **arguments: Any) -> None:
+    """So many lives, and more until everything has occurred."""
     totals: dict[str, int] = {}
-    for seed in seeds:
+    for seed in range(first_seed, first_seed + max(num_lives, MOST_LIVES)):
+        if seed >= first_seed + num_lives and min(totals.values()):
+            break
         life = Life(seed, **arguments)
         try:
             for _ in range(life.random.randrange(4, 16)):
@@ -540,35 +542,35 @@ def live(seeds: Sequence[int], **arguments: Any) -> None:
             raise AssertionError(f"Life({seed}, **{arguments}) shows it again: {error}") from error
         for name, number in life.counts.items():
             totals[name] = totals.get(name, 0) + number
-    assert min(totals.values()) >= max(1, len(seeds) // 100), f"too quiet to show anything: {totals}"
+    assert min(totals.values()), f"too quiet to show anything: {totals}"
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_books_balance_after_every_operation_of_random_sequences(part: int) -> None:
     size = NUM_SEQUENCES // NUM_PARTS
-    live(range(part * size, (part + 1) * size))
+    live(size, first_seed=part * size)
 
 
 @pytest.mark.parametrize("num_batches", [2, 3, 4])
 def test_books_balance_with_several_batches_in_flight(num_batches: int) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches)
+    live(NUM_OF_KIND, num_batches=num_batches)
 
 
 @pytest.mark.parametrize("num_batches", [2, 3])
 def test_books_balance_with_steps_ahead(num_batches: int) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=True)
+    live(NUM_OF_KIND, num_batches=num_batches, ahead=True)
 
 
 @pytest.mark.parametrize("drafts", ["proposer", "workers"])
 @pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (2, False), (2, True)])
 def test_books_balance_with_drafts(num_batches: int, ahead: bool, drafts: str) -> None:
-    live(range(NUM_WHERE_RARE), num_batches=num_batches, ahead=ahead, drafts=drafts)
+    live(NUM_OF_KIND, num_batches=num_batches, ahead=ahead, drafts=drafts)
 
 
 @pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize("drafts", [None, "proposer", "workers"])
 def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str | None) -> None:
-    live(range(NUM_WHERE_RARE), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
+    live(NUM_OF_KIND, num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
 
 
 @pytest.mark.parametrize("stores", [False, True])
@@ -577,12 +579,12 @@ def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str |
     [(1, False, None), (1, False, "proposer"), (3, False, "workers"), (2, True, None), (2, True, "proposer")],
 )
 def test_books_balance_with_states(num_batches: int, ahead: bool, drafts: str | None, stores: bool) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, stores=stores, states=True)
+    live(NUM_OF_KIND, num_batches=num_batches, ahead=ahead, drafts=drafts, stores=stores, states=True)
 
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_books_balance_with_blocks_that_are_kept_elsewhere(windows: bool) -> None:
-    live(range(NUM_STORING), windows=windows, stores=True)
+    live(NUM_STORING, windows=windows, stores=True)
 
 
 @pytest.mark.parametrize("windows", [False, True])
@@ -590,7 +592,7 @@ def test_books_balance_with_blocks_that_are_kept_elsewhere(windows: bool) -> Non
 def test_books_balance_with_blocks_elsewhere_and_steps_in_flight(
     num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
-    live(range(NUM_WHERE_RARE), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=windows, stores=True)
+    live(NUM_STORING, num_batches=num_batches, ahead=ahead, drafts=drafts, windows=windows, stores=True)
 
 
 @pytest.mark.skipif(not HAS_MEMORY, reason="memory needs the C++ kernels")
@@ -608,7 +610,7 @@ def test_books_balance_with_blocks_elsewhere_in_shared_memory(
     num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
     kind: dict[str, Any] = {"num_batches": num_batches, "ahead": ahead, "drafts": drafts, "windows": windows}
-    live(range(NUM_WHERE_RARE), **kind, stores=True, in_memory=True)
+    live(NUM_STORING, **kind, stores=True, in_memory=True)
 
 
 def test_group_with_one_prompt_holds_its_full_blocks_once() -> None:

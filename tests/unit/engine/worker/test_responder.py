@@ -3,7 +3,7 @@
 import threading
 
 from quire_engine.worker.worker_process import Responder
-from support.processes import ended, start_python
+from support.processes import ended, start_forked
 
 
 def test_answers_are_told_in_order_and_no_more_wait_than_may() -> None:
@@ -41,6 +41,6 @@ def test_process_ends_when_an_answer_cannot_be_told() -> None:
         Responder(lambda answer: {}[answer], max_waiting=1).put("lost")
         threading.Event().wait()
     """
-    process = start_python(source)
+    process = start_forked(source)
     with ended([process]):
         assert process.wait(60) == 1
