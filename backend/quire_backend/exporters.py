@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
-from quire_monitoring import TritonStatLogger
+from quire_monitoring.triton import TritonStatLogger
 
 if TYPE_CHECKING:
     from quire_monitoring.otel import OtelStatLogger

@@ -18,9 +18,9 @@ from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.extras import install_command
 from quire_engine.system.process_state import started_at
-from quire_monitoring import MetricDefinition, MetricsConfig, TritonStatLogger
+from quire_monitoring.definitions import MetricDefinition, MetricsConfig
 from quire_monitoring.ended_requests import EndedRequestLog
-from quire_monitoring.triton import MetricFamily
+from quire_monitoring.triton import MetricFamily, TritonStatLogger
 
 from quire_backend import model_config, triton_api
 from quire_backend.exporters import EngineExporters, EngineNumber

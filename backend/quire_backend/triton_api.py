@@ -14,7 +14,7 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 from quire_engine.errors import RequestError
 from quire_engine.system.log_lines import LineFormatter
-from quire_monitoring import MetricDefinition, MetricKind
+from quire_monitoring.definitions import MetricDefinition, MetricKind
 from quire_monitoring.triton import MetricFamily
 
 _SPARE_BYTES = 4 << 20

@@ -3,23 +3,3 @@
 It knows the engine only by `quire_engine.stats`, and Triton Inference Server only by its custom metrics' interface.
 `quire_monitoring.prometheus`, which needs prometheus-client, is only imported by its users.
 """
-
-from quire_monitoring.definitions import (
-    METRICS,
-    MetricDefinition,
-    MetricKind,
-    MetricsConfig,
-    make_aliases,
-    make_metrics,
-)
-from quire_monitoring.triton import TritonStatLogger
-
-__all__ = [
-    "METRICS",
-    "MetricDefinition",
-    "MetricKind",
-    "MetricsConfig",
-    "TritonStatLogger",
-    "make_aliases",
-    "make_metrics",
-]

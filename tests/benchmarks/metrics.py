@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats  # noqa: E402
-from quire_monitoring import MetricDefinition, TritonStatLogger  # noqa: E402
+from quire_monitoring.definitions import MetricDefinition  # noqa: E402
 from quire_monitoring.otel import OtelStatLogger  # noqa: E402
+from quire_monitoring.triton import TritonStatLogger  # noqa: E402
 from support.clients import ask  # noqa: E402
 from support.otlp import collect  # noqa: E402
 from support.processes import command_line, cpu_seconds, parent  # noqa: E402

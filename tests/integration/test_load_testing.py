@@ -20,7 +20,7 @@ import pytest
 from benchmarks.harness.engines import SCRIPTS, cache_folder, find_peer
 from quire_load.datasets import MIXED_OUTPUT
 from quire_load.server_figures import HISTOGRAMS
-from quire_monitoring import MetricKind, make_metrics
+from quire_monitoring.definitions import MetricKind, make_metrics
 from support.clients import run, sse
 from support.serving import ROOT, Server, run_cli, serve
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from quire_engine.slo import parse_classes
-from quire_monitoring import MetricKind, MetricsConfig, make_aliases, make_metrics
-from quire_monitoring.definitions import make_cache_info
+from quire_monitoring.definitions import MetricKind, MetricsConfig, make_aliases, make_cache_info, make_metrics
 from support.clients import Answer, ask, ask_all, run, with_client
 from support.serving import SMALL, Server, add_model, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from quire_dashboard import queries
-from quire_monitoring import MetricKind, grafana, make_metrics
+from quire_monitoring import grafana
+from quire_monitoring.definitions import MetricKind, make_metrics
 from support.measured_load import Measured
 from support.operators_run import MODEL, NUM_SEQS, SCRAPE_SECONDS, SLO, OperatorsRun, operators_run
 from support.prometheus import Sample

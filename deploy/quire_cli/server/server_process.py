@@ -182,8 +182,8 @@ class StartWatch:
                     f"a model's process {how} while it started{f', saying {words!r}' if words else ''}, "
                     f"and tritonserver would wait for it for ever; {VERBOSE}"
                 )
-        if self._server.stubs():
-            self._needs_stub = False
+        if self._needs_stub:  # a look at all processes of a busy machine takes milliseconds
+            self._needs_stub = not self._server.stubs()
         if self._needs_stub and self._server.log.silent_s() > self._silence_s:
             raise StartError(
                 f"tritonserver has started no process for a model, and its log has been silent for "

@@ -5,7 +5,8 @@ from typing import Any
 
 from quire_backend.exporters import EngineExporters
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
-from quire_monitoring import MetricsConfig, TritonStatLogger
+from quire_monitoring.definitions import MetricsConfig
+from quire_monitoring.triton import TritonStatLogger
 from support.serving import wait_until
 
 REJECTED = FinishedRequestStats("rejected")

@@ -31,7 +31,9 @@ from quire_backend.status_page import StubState, ask_to_end, read_status_pages
 from quire_engine.errors import CheckpointError, ScalingError
 from quire_engine.pooling import NO_POOLING_INFO
 from quire_engine.stats import IterationStats
-from quire_monitoring import METRICS, MetricKind, TritonStatLogger, triton
+from quire_monitoring import triton
+from quire_monitoring.definitions import METRICS, MetricKind
+from quire_monitoring.triton import TritonStatLogger
 from support.serving import wait_until
 
 

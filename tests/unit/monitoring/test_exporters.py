@@ -27,12 +27,12 @@ from quire_engine.stats import (
     StepStats,
 )
 from quire_engine.timeline import REQUEST_PHASES
-from quire_monitoring import MetricDefinition, MetricKind, MetricsConfig, TritonStatLogger
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import MAX_ADAPTERS, REFUSALS, series
+from quire_monitoring.definitions import MAX_ADAPTERS, REFUSALS, MetricDefinition, MetricKind, MetricsConfig, series
 from quire_monitoring.otel import OtelStatLogger
 from quire_monitoring.otel.metrics import unit_of
 from quire_monitoring.prometheus import PrometheusStatLogger
+from quire_monitoring.triton import TritonStatLogger
 from support.otlp import Collector, collect, samples_of
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}

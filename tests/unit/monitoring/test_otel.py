@@ -14,9 +14,9 @@ from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import FinishedRequestStats, IterationStats
 from quire_engine.structured_outputs_params import StructuredOutputsParams
-from quire_monitoring import TritonStatLogger
 from quire_monitoring.otel import OtelStatLogger
 from quire_monitoring.totals import Totals
+from quire_monitoring.triton import TritonStatLogger
 from support.otlp import Collector, attributes_of, collect
 from support.serving import wait_until
 

@@ -10,8 +10,8 @@ import pytest
 from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import RequestOptions
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
-from quire_monitoring import METRICS, MetricKind, MetricsConfig, TritonStatLogger, make_aliases
-from quire_monitoring.triton import HEALTH_INTERVAL_SECONDS
+from quire_monitoring.definitions import METRICS, MetricKind, MetricsConfig, make_aliases
+from quire_monitoring.triton import HEALTH_INTERVAL_SECONDS, TritonStatLogger
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
 ALIASES = make_aliases(METRICS)

@@ -5,8 +5,7 @@ and `num_requests_waiting_by_reason` have no equal here.
 """
 
 import pytest
-from quire_monitoring import MetricKind, MetricsConfig, make_aliases, make_metrics
-from quire_monitoring.definitions import make_cache_info
+from quire_monitoring.definitions import MetricKind, MetricsConfig, make_aliases, make_cache_info, make_metrics
 
 _HISTOGRAMS = (
     "e2e_request_latency_seconds", "time_to_first_token_seconds", "time_per_output_token_seconds",
