@@ -17,7 +17,10 @@ from quire_dashboard.settings import Settings
 from support.ports import free_port
 from support.serving import wait_until
 
-SERVER = {service: Endpoint("127.0.0.1", 8001 + number) for number, service in enumerate(("grpc", "http", "metrics", "health"))}
+SERVER = {
+    service: Endpoint("127.0.0.1", 8001 + number)
+    for number, service in enumerate(("grpc", "http", "metrics", "health"))
+}
 
 
 LISTEN = """

@@ -144,9 +144,9 @@ def test_closed_streams_are_no_traceback(closed: str) -> None:
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
-@pytest.mark.parametrize("module", ["quire_cli model list", "quire_dashboard.top --once --metrics 127.0.0.1:1"])
-def test_what_stdout_cannot_take_is_one_line(module: str) -> None:
-    command = f"{sys.executable} -m {module} > /dev/full"
+@pytest.mark.parametrize("arguments", ["model list", "top --once --metrics 127.0.0.1:1"])
+def test_what_stdout_cannot_take_is_one_line(arguments: str) -> None:
+    command = f"{sys.executable} -m quire_cli {arguments} > /dev/full"
     result = subprocess.run(command, shell=True, env=BUFFERED, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr == "quire: stdout cannot be written: No space left on device\n"
