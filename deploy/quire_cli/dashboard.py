@@ -1,7 +1,7 @@
 """The dashboard: beside a server as a process of its own, or alone; and the overview in the terminal.
 
-Packages that they need may be missing, and are not imported here. The dashboard's settings are in its environment: every
-user can see a command line.
+Packages that they need may be missing, and are not imported here. The dashboard's settings are in its environment:
+every user can see a command line.
 """
 
 import os
