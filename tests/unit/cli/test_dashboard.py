@@ -91,7 +91,7 @@ def test_a_token_of_the_operators_own_never_comes_into_a_log(
     given: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", given)
-    monkeypatch.setattr(dashboard.secrets, "token_urlsafe", lambda size: "made-here")
+    monkeypatch.setattr(dashboard.secrets, "token_urlsafe", lambda size: "made-up-for-this-run")
     monkeypatch.setattr(dashboard, "streamlit_command", lambda *_: [sys.executable, "-c", ""])
     console = Console()
     console.is_terminal = is_terminal
@@ -99,11 +99,11 @@ def test_a_token_of_the_operators_own_never_comes_into_a_log(
         said = capsys.readouterr().err
     assert "http://0.0.0.0:9/" in said
     if is_terminal:
-        assert f"/?token={'open%20sesame%2C%20please' if given else 'made-here'}\n" in said
+        assert f"/?token={'open%20sesame%2C%20please' if given else 'made-up-for-this-run'}\n" in said
     else:
         assert "?token=" not in said
         assert "sesame" not in said
-        assert ("is that of QUIRE_DASHBOARD_TOKEN" if given else "made-here") in said
+        assert ("is that of QUIRE_DASHBOARD_TOKEN" if given else "made-up-for-this-run") in said
 
 
 def test_a_short_token_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
