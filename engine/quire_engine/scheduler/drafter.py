@@ -4,8 +4,8 @@ For each step:
 
 1. Each request's last proposal is compared with the tokens that came, whether its drafts were computed or not, and the
    request has a new proposal. A proposal has chances; they are corrected by how often drafts of such a chance were
-   accepted, over all requests (`draft_chances`), and by this one's running acceptance next to that. A model drafts one step earlier, at the end of a step
-   on the workers, and stops where a further draft has too little chance::
+   accepted, over all requests (`draft_chances`), and by this one's running acceptance next to that. A model drafts
+   one step earlier, at the end of a step on the workers, and stops where a further draft has too little chance::
 
        schedule N     wants drafts of a and c
        step N         ─► tokens of a, b, c ─► drafts of a, c
@@ -59,7 +59,7 @@ _LEAST_GAIN = 1.02
 """The least gain in tokens per second for which drafts are computed: it is an estimate."""
 _NEXT_CHANCE = 0.7
 """About the chance of a further draft, which is known only once it is drafted."""
-_ACCEPTANCE_WEIGHT = 0.1
+_ACCEPTANCE_WEIGHT = 1 / 8
 """Weight of a draft in a request's acceptance."""
 _FIRST_WANTED, _LEAST_WANTED = 4, 2
 """Drafts wanted of a model: at first, and at least, as the first one is the expensive one."""
@@ -286,7 +286,7 @@ class Drafter:
                 record.computed = count, extra * count, num_proposed
             else:
                 self._settle(request, record, 0.0, num_proposed)
-            record.note_useful_drafts(sum(chance >= self._least_next for chance in chances[:count]))
+            record.note_useful_drafts(sum(chance >= self._least_next for chance in chances) if count else 0)
             assert record.proposal is not None
             chosen.append((column, request, record.proposal.token_ids[:count]))
         return chosen

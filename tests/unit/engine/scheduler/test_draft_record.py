@@ -11,7 +11,7 @@ def test_a_proposal_is_compared_up_to_its_first_wrong_token() -> None:
     record.proposal = DraftTokens(2, [5, 6, 7, 8], [0.5, 0.25, 0.75, 1.0])
     record.learn([1, 2, 5, 6, 9, 8], chances)
     assert (sum(chances.accepted), sum(chances.compared)) == (2.0, 3.0)
-    assert record.acceptance == pytest.approx((1 + 0.1 * 2.0) / (1 + 0.1 * 1.5)), "each weighs a tenth"
+    assert record.acceptance == pytest.approx((1 + 2.0 / 8) / (1 + 1.5 / 8)), "each weighs an eighth"
 
 
 def test_what_is_not_known_yet_does_not_count() -> None:
