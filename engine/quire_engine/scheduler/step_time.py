@@ -55,8 +55,6 @@ _LARGEST_ERROR = 0.5
 """Mean error up to which predictions are trusted, relative to the larger of prediction and measurement: half as long is
 as wrong as twice as long."""
 _PACE_WEIGHT = 0.05
-_PACES = 0.25, 4.0
-_RIDGE = 1e-6
 
 
 class StepLoad(NamedTuple):
@@ -157,7 +155,7 @@ class StepTime:
             self._num_predicted += 1
             error = abs(expected - seconds) / max(expected, seconds)
             self._error += max(1 / self._num_predicted, _PACE_WEIGHT) * (error - self._error)
-            self._pace = min(max(self._pace * ratio**_PACE_WEIGHT, _PACES[0]), _PACES[1])
+            self._pace *= ratio**_PACE_WEIGHT
         self._take(load, seconds / self._pace, expected / self._pace)
         if self._num_steps % _STEPS_PER_FIT == 0 and self._kinds:
             self._fit()
@@ -188,8 +186,7 @@ class StepTime:
         coefficients = np.zeros(rows.shape[1])
         kept = [index for index in range(rows.shape[1]) if scales[index] > 1e-30]
         while kept:
-            part = rows[:, kept]
-            found = np.linalg.solve(part.T @ part + _RIDGE * np.eye(len(kept)), part.T @ target)
+            found = np.linalg.lstsq(rows[:, kept], target, rcond=None)[0]
             if found.min() >= 0:
                 coefficients[kept] = found / scales[kept]
                 break
