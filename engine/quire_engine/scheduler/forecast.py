@@ -13,6 +13,8 @@ from quire_engine.scheduler.step_time import StepLoad, StepTime
 
 MAX_STEPS = 4000
 """Most steps that are simulated; a request that has not begun by then begins at that time at the earliest."""
+_IN_PART = 0.5
+"""Assumed share of the time that a prompt takes in steps of its own: in steps shared with others it may take less."""
 
 
 @dataclass(slots=True)
@@ -92,9 +94,9 @@ class Forecast:
                 left += pending[place:]
                 break
             if not one.is_running:
-                own_seconds = one.num_left / room * full_step
-                if self.seconds + own_seconds > one.first_token_within:
-                    one.begins, one.first_token = self.seconds, self.seconds + own_seconds
+                num_own_steps = -(-one.num_left // room)
+                if self.seconds + num_own_steps * full_step * _IN_PART > one.first_token_within:
+                    one.begins, one.first_token = self.seconds, self.seconds + num_own_steps * full_step
                     continue
                 may_begin = may_begin and self._begin(one)
             number = min(one.num_left, room - tokens) if one.is_running else 0
