@@ -4,8 +4,8 @@ For each step:
 
 1. Each request's last proposal is compared with the tokens that came, whether its drafts were computed or not, and the
    request has a new proposal. A proposal has chances; they are corrected by how often drafts of such a chance were
-   accepted, over all requests (`draft_chances`), and by this one's running acceptance next to that. A model drafts
-   one step earlier, at the end of a step on the workers, and stops where a further draft has too little chance::
+   accepted, over all requests (`draft_chances`), and by how this one's fared next to that. A model drafts one step
+   earlier, at the end of a step on the workers, and stops where a further draft has too little chance::
 
        schedule N     wants drafts of a and c
        step N         ─► tokens of a, b, c ─► drafts of a, c
@@ -59,8 +59,10 @@ _LEAST_GAIN = 1.02
 """The least gain in tokens per second for which drafts are computed: it is an estimate."""
 _NEXT_CHANCE = 0.7
 """About the chance of a further draft, which is known only once it is drafted."""
-_ACCEPTANCE_WEIGHT = 1 / 8
-"""Weight of a draft in a request's acceptance."""
+_KEPT = 0.9
+"""What earlier proposals still count at each new one in a request's acceptance."""
+_PRIOR_WEIGHT = 2.0
+"""The chances of all requests' drafts count as much as this many drafts of the request itself."""
 _FIRST_WANTED, _LEAST_WANTED = 4, 2
 """Drafts wanted of a model: at first, and at least, as the first one is the expensive one."""
 _ALL_WANTED_EVERY = 32
@@ -94,8 +96,10 @@ class DraftRecord:
 
     balance: float
     """In costs of a proposal of one draft."""
-    acceptance: float = 1.0
-    """Accepted drafts per draft that all requests' drafts of such chances let expect: corrects its chances."""
+    accepted: float = 0.0
+    """Drafts; older ones count less."""
+    expected: float = 0.0
+    """As many as all requests' drafts of such chances let expect."""
     proposal: DraftTokens | None = None
     """The last one, until it is compared with the tokens that came."""
     computed: tuple[int, float, int] | None = None
@@ -129,9 +133,15 @@ class DraftRecord:
             chances.learn(chance, is_right)
             if not is_right:
                 break
-        weight = _ACCEPTANCE_WEIGHT
-        self.acceptance = (self.acceptance + weight * accepted) / (1 + weight * expected)
+        if expected:
+            self.accepted = _KEPT * self.accepted + accepted
+            self.expected = _KEPT * self.expected + expected
         return accepted
+
+    @property
+    def acceptance(self) -> float:
+        """The correction of its drafts' chances against those of all requests."""
+        return (self.accepted + _PRIOR_WEIGHT) / (self.expected + _PRIOR_WEIGHT)
 
     def note_useful_drafts(self, num_drafts: int) -> None:
         """Note how many of its drafts were useful. Next time one more is wanted, as it may be useful, too. The number

@@ -273,8 +273,8 @@ class SLOPolicy(SchedulingPolicy):
             room = int(min(room, max(within, LEAST_CHUNK)))
         plan = StepPlan(max_running=self._max_running(running))
         turns = [(request, request.num_tokens - request.num_computed_tokens, True) for request in prompts]
-        for request in self._startable(plan.max_running - len(running)):
-            turns.append((request, self._standing(request).num_left, False))
+        startable = self._startable(plan.max_running - len(running))
+        turns += [(request, self._standing(request).num_left, False) for request in startable]
         turns.sort(key=lambda turn: self._turn(turn[0]))
         for request, num_left, is_running in turns:
             number = min(num_left, room)
