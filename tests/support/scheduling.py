@@ -18,8 +18,6 @@ from itertools import count
 from random import Random
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import STATE, KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
@@ -208,9 +206,9 @@ class FixedCosts(StepCurve):
         """From the start."""
         return True
 
-    def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64]:
+    def seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
         """Of steps with 0, 1, 2, … drafts."""
-        return 1.0 + self.seconds_per_token * np.arange(num_tokens, num_tokens + num_drafts + 1)
+        return [1.0 + self.seconds_per_token * size for size in range(num_tokens, num_tokens + num_drafts + 1)]
 
 
 def draft_right(token_ids: Sequence[int], num_tokens: int) -> list[int]:

@@ -4,8 +4,8 @@ For each step:
 
 1. Each request's last proposal is compared with the tokens that came, whether its drafts were computed or not, and the
    request has a new proposal. A proposal has chances; they are corrected by how often drafts of such a chance were
-   accepted, over all requests (`draft_chances`) and for this one. A model drafts one step earlier, at the end of a step
-   on the workers, and stops where a further draft has too little chance::
+   accepted, over all requests (`draft_chances`), and by how this one's fared next to that. A model drafts one step
+   earlier, at the end of a step on the workers, and stops where a further draft has too little chance::
 
        schedule N     wants drafts of a and c
        step N         ─► tokens of a, b, c ─► drafts of a, c
@@ -19,8 +19,8 @@ For each step:
 
 So a single stream has long drafts, as its steps only wait for memory, and a full batch has hardly any.
 
-Proposing takes time, too. Each request has a balance: what its proposals have saved, in units of their mean cost, less
-one for each proposal. The balance of all requests decides whether a new one begins awake::
+Proposing takes time, too. Each request has a balance: the time that its proposals have saved, less the time that they
+took, in units of a proposal of one draft. The balance of all requests decides whether a new one begins awake::
 
                         balance < 0
     awake: a proposal ─────────────► resting: no proposal, and
@@ -43,7 +43,7 @@ from typing import Protocol
 from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.step_time import StepCurve, after_one_more, moved_mean
+from quire_engine.scheduler.step_time import StepCurve, moved_mean
 from quire_engine.stats import DraftStats, StepStats
 
 logger = logging.getLogger(__name__)
@@ -51,27 +51,22 @@ logger = logging.getLogger(__name__)
 PATIENCE = 8
 """Proposals without benefit after which a new request rests; four times as many of all requests, and of a request whose
 proposals have paid."""
-_PROBE_STEPS = 4, 1024
-"""Least and most steps between two probes."""
 _PROBE_SHARE = 0.005
 """Share of the time of all steps that probes may take. (With a probe every 16 steps `copy` lost a quarter.)"""
-_MEASURED_EVERY = 4
-"""Steps between two measurements while all requests rest: the times are needed only for the next proposal."""
-_CURVE_STEPS = 4
-"""Steps for which the times are looked up once."""
+_LEAST_INTERVAL = 4
+"""Least steps between two probes, and between two measurements while all requests rest."""
 _LEAST_GAIN = 1.02
 """The least gain in tokens per second for which drafts are computed: it is an estimate."""
-_HIGHEST_CHANCE = 0.98
 _NEXT_CHANCE = 0.7
 """About the chance of a further draft, which is known only once it is drafted."""
 _KEPT = 0.9
 """What earlier proposals still count at each new one in a request's acceptance."""
 _PRIOR_WEIGHT = 2.0
 """The chances of all requests' drafts count as much as this many drafts of the request itself."""
-_FIRST_WANTED = 4
-"""Drafts wanted of a model at first."""
-_USEFUL_WEIGHT = 0.25
-"""Weight of the last proposal in the mean number of useful drafts."""
+_FIRST_WANTED, _LEAST_WANTED = 4, 2
+"""Drafts wanted of a model: at first, and at least, as the first one is the expensive one."""
+_ALL_WANTED_EVERY = 32
+"""Steps of drafting after which a model does not stop: drafting may have become cheaper, or its drafts better."""
 
 
 class Proposer(Protocol):
@@ -100,19 +95,21 @@ class DraftRecord:
     """A request's drafts: how many were accepted, and whether proposing them pays."""
 
     balance: float
-    """In mean costs of a proposal."""
+    """In costs of a proposal of one draft."""
+    accepted: float = 0.0
+    """Drafts; older ones count less."""
+    expected: float = 0.0
+    """As many as all requests' drafts of such chances let expect."""
     proposal: DraftTokens | None = None
     """The last one, until it is compared with the tokens that came."""
-    computed: tuple[int, float, float] | None = None
-    """If drafts of it are computed: their number, the time that they add to the step, and the proposal's cost."""
+    computed: tuple[int, float, int] | None = None
+    """If drafts of it are computed: their number, the time that they add to the step, and how many were proposed."""
     is_behind: bool = True
     """Whether a model has to compute more of the request than the last step's tokens before it can draft."""
     num_wanted: int = _FIRST_WANTED
     """How many drafts to want of a model, which takes longer for each of them."""
-    _mean_useful: float = _FIRST_WANTED - 1.0
-    _stops: bool = False
-    _accepted: float = 0.0
-    _expected: float = 0.0
+    stops: bool = False
+    """Whether its model stops by itself where a draft has too little chance: all that there may be are wanted."""
 
     def learn(self, token_ids: Sequence[int], chances: DraftChances) -> int:
         """Compare the last proposal with the tokens that followed, as far as they are known: up to the first wrong one.
@@ -125,7 +122,7 @@ class DraftRecord:
             How many of its drafts were right.
         """
         proposal, self.proposal = self.proposal, None
-        if proposal is None or not proposal.token_ids:
+        if proposal is None:
             return 0
         accepted, expected = 0, 0.0
         tokens = token_ids[proposal.start : proposal.start + len(proposal.token_ids)]
@@ -137,25 +134,19 @@ class DraftRecord:
             if not is_right:
                 break
         if expected:
-            self._accepted = _KEPT * self._accepted + accepted
-            self._expected = _KEPT * self._expected + expected
+            self.accepted = _KEPT * self.accepted + accepted
+            self.expected = _KEPT * self.expected + expected
         return accepted
 
-    def factor(self) -> float:
+    @property
+    def acceptance(self) -> float:
         """The correction of its drafts' chances against those of all requests."""
-        return (self._accepted + _PRIOR_WEIGHT) / (self._expected + _PRIOR_WEIGHT)
+        return (self.accepted + _PRIOR_WEIGHT) / (self.expected + _PRIOR_WEIGHT)
 
     def note_useful_drafts(self, num_drafts: int) -> None:
         """Note how many of its drafts were useful. Next time one more is wanted, as it may be useful, too. The number
-        shrinks by at most one, and not below the mean plus one: the first draft is the expensive one, so a single draft
-        costs nearly as much as several."""
-        if not self._stops:
-            self._mean_useful += (num_drafts - self._mean_useful) * _USEFUL_WEIGHT
-            self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, math.ceil(self._mean_useful) + 1)
-
-    def stops_by_itself(self, most: int) -> None:
-        """Its model stops by itself where a draft has too little chance: want as many as possible."""
-        self._stops, self.num_wanted = True, most
+        shrinks by at most one."""
+        self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, _LEAST_WANTED)
 
 
 class Drafter:
@@ -197,23 +188,17 @@ class Drafter:
         """`least_draft_chance` of the next step that drafts are wanted after, and where the model may stop."""
         self._balance = 4.0 * patience
         """Balance of all requests."""
-        self._cost, self._num_settled = 0.0, 0
-        """Mean cost of a proposal, and of how many. The unit is the time of a token without drafts."""
         self._token_seconds = 0.0
+        """Time of a token in a step without drafts; 0: not known yet."""
         self._catch_up_seconds = 0.0
         """Mean time in which a model caught up with a request that was new or had rested. It is spent whether another
         proposal follows or not, so it counts in the interval of probes, and in no balance."""
         self._step = self._next_probe = 0
         self._num_rows = 0
         """Requests in the last step."""
-        self._num_unmeasured = 0
-        """Steps since the last that was measured."""
         self._num_wanted = 0
         """Steps that drafts were wanted after."""
         self._seconds_of_drafting = 0.0
-        self._seconds: list[float] = []
-        """What the curve last said, the number of tokens that it is for, and the steps until it is read again."""
-        self._seconds_tokens = self._seconds_steps_left = 0
         self.stats = DraftStats()
 
     # -- requests come and go ---------------------------------------------------------------------------------------
@@ -261,9 +246,9 @@ class Drafter:
     def _probe_interval(self) -> int:
         """Steps until the next probe. In larger batches at least the number of requests, so that each step has hardly
         more than one proposal without benefit."""
-        least, most = _PROBE_STEPS
-        cost = self._cost + (self._catch_up_seconds / self._token_seconds if self._token_seconds else 0.0)
-        return max(min(max(least, math.ceil(cost / _PROBE_SHARE)), most), self._num_rows)
+        seconds = self._costs.proposal_seconds(_LEAST_WANTED) + self._catch_up_seconds
+        cost = seconds / self._token_seconds if self._token_seconds else 1.0
+        return max(_LEAST_INTERVAL, self._num_rows, math.ceil(cost / _PROBE_SHARE))
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -290,30 +275,28 @@ class Drafter:
             return []
         began_at = time.thread_time()
         chances_of = [self._chances(request, room) for _, request in due]
-        seconds = self._step_seconds(computed, min(room, sum(map(len, chances_of))))
-        counts, share = _most_profitable(chances_of, num_rows, seconds)
+        num_drafts = min(room, sum(map(len, chances_of)))
+        seconds = self._costs.seconds(computed, max(num_drafts, self._max_draft_tokens))
+        counts = _most_profitable(chances_of, num_rows, seconds[: num_drafts + 1])
         num_chosen = sum(counts)
         if self._proposer is not None:
             self._costs.record_proposals(len(due), time.thread_time() - began_at)
         self._token_seconds = token_seconds = seconds[0] / num_rows
         extra = (seconds[num_chosen] - seconds[0]) / max(num_chosen, 1) / token_seconds
-        least = self._costs.draft_seconds / token_seconds
         # The first draft of a step costs more than the others.
-        row_seconds = (self._seconds[-1] - self._seconds[1]) / max(len(self._seconds) - 2, 1)
-        least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
-        self._least_next = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
+        row_seconds = (seconds[-1] - seconds[1]) / max(len(seconds) - 2, 1)
+        self._least_next = (self._costs.draft_seconds + row_seconds) / token_seconds / _NEXT_CHANCE
         chosen: list[tuple[int, Request, list[int]]] = []
         for (column, request), chances, count in zip(due, chances_of, counts, strict=True):
             record = self._records.get(request.request_id)
             num_proposed = len(chances) if self._proposer is None else 1
             if num_proposed == 0 or record is None:
                 continue  # its drafts came too late, which says nothing of their worth; or its proposal failed
-            cost = self._costs.proposal_seconds(num_proposed) / token_seconds
             if count:
-                record.computed = count, extra * count, cost
+                record.computed = count, extra * count, num_proposed
             else:
-                self._settle(request, record, 0.0, cost)
-            record.note_useful_drafts(sum(share * chance >= least for chance in chances) if share else 0)
+                self._settle(request, record, 0.0, num_proposed)
+            record.note_useful_drafts(sum(chance >= self._least_next for chance in chances) if count else 0)
             assert record.proposal is not None
             chosen.append((column, request, record.proposal.token_ids[:count]))
         return chosen
@@ -340,11 +323,10 @@ class Drafter:
         of_kind = self.chances[request.sampling_params.temperature == 0]
         num_right = record.learn(request.all_token_ids, of_kind)
         if record.computed is not None:
-            (number, extra, cost), record.computed = record.computed, None
-            self._settle(request, record, min(num_right, number) - extra, cost)
+            (number, extra, num_proposed), record.computed = record.computed, None
+            self._settle(request, record, min(num_right, number) - extra, num_proposed)
         record.proposal = proposal = self._propose(request, min(room, self._most(request)))
-        factor = record.factor()
-        chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
+        chances = [min(of_kind.of(chance) * record.acceptance, 1.0) for chance in proposal.chances]
         return list(accumulate(chances, mul))
 
     def _propose(self, request: Request, max_tokens: int) -> DraftTokens:
@@ -377,20 +359,11 @@ class Drafter:
         own = request.sampling_params.num_speculative_tokens
         return most if own is None else min(most, own)
 
-    def _step_seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
-        """How long a step takes with 0, 1, 2, … drafts. The learned times are read anew every few steps."""
-        if num_tokens != self._seconds_tokens or num_drafts >= len(self._seconds) or self._seconds_steps_left == 0:
-            seconds = self._costs.seconds(num_tokens, max(num_drafts, self._max_draft_tokens))
-            assert seconds is not None, "they are known"
-            self._seconds, self._seconds_tokens, self._seconds_steps_left = seconds.tolist(), num_tokens, _CURVE_STEPS
-        self._seconds_steps_left -= 1
-        return self._seconds[: num_drafts + 1]
-
-    def _settle(self, request: Request, record: DraftRecord, worth: float, cost: float) -> None:
-        """Count what a proposal saved, and its cost, in times of a token without drafts."""
-        self._cost = after_one_more(self._cost or cost, cost, self._num_settled)
-        self._num_settled += 1
-        change, most = worth / self._cost - 1 if self._cost else 0.0, 4.0 * self._patience
+    def _settle(self, request: Request, record: DraftRecord, worth: float, num_proposed: int) -> None:
+        """Count what a proposal saved, in times of a token without drafts, less its cost."""
+        unit, most = self._costs.propose_seconds, 4.0 * self._patience
+        seconds = worth * self._token_seconds - self._costs.proposal_seconds(num_proposed)
+        change = seconds / unit if unit else 0.0
         self._balance = max(min(self._balance + change, most), -most - 1)
         record.balance = min(record.balance + change, most)
         if record.balance < 0:
@@ -417,14 +390,14 @@ class Drafter:
                 request = requests[request_id]
                 # All drafts of this step may be accepted, it samples one more token, and one may be in flight.
                 num_more = len(output.draft_token_ids.get(request_id, ())) + 1 + request.num_output_placeholders
-                most = min(record.num_wanted, self._most(request, num_more))
+                most = self._most(request, num_more)
+                most = most if record.stops else min(record.num_wanted, most)
                 if most > 0 and request.num_computed_tokens >= request.num_tokens:
                     wanted[request_id] = most
         if wanted:
             self._num_wanted += 1
-            # Now and then all are drafted, to learn whether drafting has become cheaper or its drafts better.
-            self.least_chance = self._least_next if self._num_wanted % (2 * _PROBE_STEPS[0]) else 0.0
-        self._step += 1
+            self.least_chance = self._least_next if self._num_wanted % _ALL_WANTED_EVERY else 0.0
+        self._step += bool(output.num_scheduled_tokens)  # where steps overlap, one may be empty
         if self._step >= self._next_probe and self._resting:
             for request_id in self._resting:
                 requests[request_id].waits_for_drafts = True
@@ -463,47 +436,36 @@ class Drafter:
             record.is_behind = False
             if request_id in drafts:
                 self._from_workers[request_id] = drafts[request_id]
-                if runner_output.drafting_stopped and len(drafts[request_id].token_ids) < num_wanted:
-                    record.stops_by_itself(self._max_draft_tokens)
-            else:  # drafting failed; if no cost is known, it is guessed
-                self._settle(request, record, 0.0, self._cost or 1.0)
+                record.stops |= runner_output.drafting_stopped and len(drafts[request_id].token_ids) < num_wanted
+            else:  # drafting failed
+                self._balance -= self._balance >= 0
                 self._rest(request, record)
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides the worth of drafts."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
-        if not step.num_decode_tokens:
-            return
-        self._num_unmeasured += 1
-        if self._is_awake or step.num_draft_tokens or self._num_unmeasured == _MEASURED_EVERY:
-            self._num_unmeasured = 0
+        is_due = self._is_awake or step.num_draft_tokens > 0 or self._step % _LEAST_INTERVAL == 0
+        if step.num_decode_tokens and is_due:
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
 
-def _most_profitable(chances_of: list[list[float]], num_rows: int, seconds: list[float]) -> tuple[list[int], float]:
+def _most_profitable(chances_of: list[list[float]], num_rows: int, seconds: list[float]) -> list[int]:
     """How many drafts of each candidate make the step yield the most tokens per second.
 
     Args:
         chances_of: for each candidate, the chances that its drafts are accepted, descending.
         num_rows: tokens that the step yields without drafts.
         seconds: what it takes with 0, 1, 2, … drafts, up to as many as it has room for.
-
-    Returns:
-        The numbers; and the share of the time of the tokens gained that is saved, as drafts take time, too.
     """
-    counts = [0] * len(chances_of)
     ranked = sorted(
         ((chance, place, number) for number, chances in enumerate(chances_of) for place, chance in enumerate(chances)),
         key=lambda entry: (-entry[0], entry[1]),
-    )[: len(seconds) - 1]
-    if not ranked:
-        return counts, 0.0
-    num_yielded = list(accumulate((chance for chance, _, _ in ranked), initial=float(num_rows)))
+    )
+    num_yielded = accumulate((chance for chance, _, _ in ranked), initial=float(num_rows))
     rates = [tokens / took for tokens, took in zip(num_yielded, seconds, strict=False)]
     best = rates.index(max(rates))
-    if rates[best] <= _LEAST_GAIN * rates[0]:
-        return counts, 0.0
-    for _, _, number in ranked[:best]:
-        counts[number] += 1
-    extra_seconds = seconds[best] - seconds[0]
-    return counts, 1 - extra_seconds / ((num_yielded[best] - num_rows) * seconds[0] / num_rows)
+    counts = [0] * len(chances_of)
+    if rates[best] > _LEAST_GAIN * rates[0]:
+        for _, _, number in ranked[:best]:
+            counts[number] += 1
+    return counts

@@ -89,8 +89,11 @@ class Forecast:
         finished: list[Upcoming] = []
         left: list[Upcoming] = []
         may_begin = True
-        for one in pending:
-            if tokens < room and not one.is_running:
+        for place, one in enumerate(pending):
+            if tokens == room:
+                left += pending[place:]
+                break
+            if not one.is_running:
                 num_own_steps = -(-one.num_left // room)
                 if self.seconds + num_own_steps * full_step * _IN_PART > one.first_token_within:
                     one.begins, one.first_token = self.seconds, self.seconds + num_own_steps * full_step

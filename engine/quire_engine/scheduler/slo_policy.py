@@ -8,8 +8,8 @@
    would be late with the engine to itself: a retry would not help it.
 3. Chunks: prompts have as many tokens of a step as the rows' time per token allows. A prompt that takes several steps
    pauses while others have less slack.
-4. Share: late requests have `LATE_SHARE` of the prompt tokens while others wait, in order of arrival, and all that the
-   others leave. A running request is preempted for lack of blocks alone.
+4. Share: one of `LATE_EVERY` steps computes the prompts of late requests first, in order of arrival. In the others late
+   requests have what is left. A running request is preempted for lack of blocks alone.
 
 ::
 
@@ -39,15 +39,13 @@ from quire_engine.scheduler.request_queue import SortedRequestQueue
 from quire_engine.scheduler.step_time import StepLoad, StepTime
 
 PATIENCE_SECONDS = 10.0
-LATE_SHARE = 0.1
+LATE_EVERY = 10
 LEAST_CHUNK = 16
 """Prompt tokens of a step in any case, however little time its rows have."""
 CAUTION = 0.95
-"""Share of the time that plans may use."""
+"""Share of the time per token that plans may use."""
 MAX_FORECAST = 512
 """Most waiting requests that are forecast one by one."""
-MAX_URGENT = 16
-"""Most waiting requests that a step leaves tokens for."""
 USUAL_OUTPUT_TOKENS = 128.0
 """Output tokens at most of a class without ended requests."""
 
@@ -75,19 +73,20 @@ class SLORequestQueue:
 
     Args:
         standing_of: returns a request's standing.
-        late_is_due: whether late requests come before others now.
     """
 
-    def __init__(self, standing_of: Callable[[Request], Standing], late_is_due: Callable[[], bool]) -> None:
-        self._standing_of, self._late_is_due = standing_of, late_is_due
+    def __init__(self, standing_of: Callable[[Request], Standing]) -> None:
+        self._standing_of = standing_of
         self.on_time = SortedRequestQueue(lambda request: standing_of(request).latest_start)
         self.late = SortedRequestQueue(lambda request: request.arrival)
-        self.new: list[Request] = []
-        """Requests that arrived since the policy last emptied this."""
+        self.late_is_due = False
+        """Whether late requests come before others now."""
+        self.has_new = False
+        """Whether requests arrived since the policy last looked."""
 
     def add(self, request: Request) -> None:
         self.prepend(request)
-        self.new.append(request)
+        self.has_new = True
 
     def prepend(self, request: Request) -> None:
         (self.late if self._standing_of(request).is_late else self.on_time).add(request)
@@ -117,7 +116,7 @@ class SLORequestQueue:
 
     @property
     def _next(self) -> SortedRequestQueue:
-        return self.late if self.late and (not self.on_time or self._late_is_due()) else self.on_time
+        return self.late if self.late and (not self.on_time or self.late_is_due) else self.on_time
 
     def __contains__(self, request: object) -> bool:
         return request in self.on_time or request in self.late
@@ -142,11 +141,8 @@ class SLOPolicy(SchedulingPolicy):
         self.costs = StepTime()
         self._config, self._kv_cache, self._clock = config, kv_cache, clock
         self._standings: dict[str, Standing] = {}
-        self.queue: SLORequestQueue = SLORequestQueue(self._standing_of, lambda: self._late_credit > 0)
-        self._late_credit = 0.0
-        """Prompt tokens that are due to late requests."""
-        self._is_contended = False
-        """Whether there are both, late requests and others."""
+        self.queue: SLORequestQueue = SLORequestQueue(self._standing_of)
+        self._num_plans = 0
         self._output_tokens: dict[str, float] = {}
         """By class, the mean number of output tokens of requests that have ended."""
         self._load = StepLoad()
@@ -203,29 +199,17 @@ class SLOPolicy(SchedulingPolicy):
             usual = self._output_tokens.get(request.options.slo.slo_class, float(number))
             self._output_tokens[request.options.slo.slo_class] = usual + 0.1 * (number - usual)
 
-    def place(self, running: list[Request], request: Request, num_tokens: int) -> None:
-        """Append it: a running request is never preempted for a later one."""
-        running.append(request)
-        self._charge(request, num_tokens)
-
-    def _charge(self, request: Request, num_tokens: int) -> None:
-        """Count the tokens of a prompt for or against the share of late requests."""
-        if self._is_contended:
-            is_late = self._standing(request).is_late
-            change = -num_tokens if is_late else num_tokens * LATE_SHARE / (1 - LATE_SHARE)
-            most = 4.0 * self._config.max_num_batched_tokens
-            self._late_credit = min(max(self._late_credit + change, -most), most)
-
     # -- admission --------------------------------------------------------------------------------------------------
 
     def rejections(self, running: Sequence[Request], num_queued: int) -> list[tuple[Request, EngineCoreOutput]]:
         """Predict the first tokens of new requests, and decide which to reject and which are late."""
         queue, now = self.queue, self._clock()
-        if self.costs.is_confident:
-            queue.demote(now)
-        new, queue.new = [request for request in queue.new if request in queue], []
-        if not new or not self.costs.is_confident:
+        if not self.costs.is_confident:
             return []
+        queue.demote(now)
+        if not queue.has_new:
+            return []
+        queue.has_new = False
         rejected = []
         for request, one in self._forecast(running, queue.on_time.first(MAX_FORECAST), now):
             standing, targets = self._standing(request), request.slo_targets
@@ -268,7 +252,7 @@ class SLOPolicy(SchedulingPolicy):
         prompts.sort(key=lambda pair: (self._standing(pair[0]).latest_start, not pair[1].is_running))
         simulation = Forecast(
             self.costs, self._config.max_num_batched_tokens, self._max_running(running),
-            self._kv_cache.block_pool.num_free_blocks, self._tightest(running) * CAUTION, LEAST_CHUNK,
+            self._kv_cache.block_pool.num_free_blocks, self._step_seconds(running), LEAST_CHUNK,
         )  # fmt: skip
         simulation.run(rows, [one for _, one in prompts])
         return to_come
@@ -279,35 +263,45 @@ class SLOPolicy(SchedulingPolicy):
         """Divide a step among prompts, the one with the least slack first."""
         if not self.costs.is_confident:
             return None
-        queue, now = self.queue, self._clock()
-        rows, prompts, allowed = self._look_at(running, now)
+        self._num_plans += 1
+        self.queue.late_is_due = self._num_plans % LATE_EVERY == 0
+        rows, prompts, allowed = self._look_at(running, self._clock())
         room = self._config.max_num_batched_tokens - rows.num_rows
         if allowed < math.inf:
             computed = prompts[0].num_computed_tokens if prompts else 0
             within = self.costs.prompt_tokens_within(allowed, rows, computed)  # infinite: they cost nothing
             room = int(min(room, max(within, LEAST_CHUNK)))
         plan = StepPlan(max_running=self._max_running(running))
-        late = [request for request in prompts if self._standing(request).is_late]
-        in_turn = [request for request in prompts if not self._standing(request).is_late]
-        in_turn.sort(key=lambda request: self._standing(request).latest_start)
-        self._is_contended = bool(late or queue.late) and bool(in_turn or queue.on_time)
-        urgent = self._urgent(running, plan.max_running)
-        if not self._is_contended:
-            in_turn += late
-        elif self._late_credit > 0:  # it is the turn of a late request
-            if late:
-                in_turn, urgent = [late[0], *in_turn], []
-            elif urgent:
-                urgent = [(-math.inf, queue.peek().num_tokens)]
-        for request in in_turn:
-            latest_start = self._standing(request).latest_start
-            before = sum(number for start, number in urgent if start < latest_start)
-            number = max(min(request.num_tokens - request.num_computed_tokens, room - before), 0)
-            plan.shares[request.request_id] = number
+        turns = [(request, request.num_tokens - request.num_computed_tokens, True) for request in prompts]
+        startable = self._startable(plan.max_running - len(running))
+        turns += [(request, self._standing(request).num_left, False) for request in startable]
+        turns.sort(key=lambda turn: self._turn(turn[0]))
+        for request, num_left, is_running in turns:
+            number = min(num_left, room)
             room -= number
-            self._charge(request, number)
-        plan.num_new_tokens = room
+            if is_running:
+                plan.shares[request.request_id] = number
+            else:
+                plan.num_new_tokens += number
+        plan.num_new_tokens += room
         return plan
+
+    def _turn(self, request: Request) -> tuple[int, float]:
+        """Sort key of prompts."""
+        standing = self._standing(request)
+        if standing.is_late:
+            return 0 if self.queue.late_is_due else 2, request.arrival
+        return 1, standing.latest_start
+
+    def _startable(self, most: int) -> list[Request]:
+        """The next waiting requests, at most so many, that there are blocks for."""
+        free, startable = self._kv_cache.block_pool.num_free_blocks, []
+        for request in self.queue.late.first(min(most, self.queue.late_is_due)) + self.queue.on_time.first(most):
+            free -= -(-request.num_tokens // self._kv_cache.block_size)
+            if free < 0:
+                break
+            startable.append(request)
+        return startable
 
     def _look_at(self, running: Sequence[Request], now: float) -> tuple[StepLoad, list[Request], float]:
         """The load of the rows, the running prompts, and the seconds that the rows' time per token leaves for a step.
@@ -337,38 +331,22 @@ class SLOPolicy(SchedulingPolicy):
                 allowed = min(allowed, tpot + (slack - tpot) / 2)
         return rows, prompts, allowed * CAUTION
 
-    def _urgent(self, running: Sequence[Request], max_running: int) -> list[tuple[float, int]]:
-        """Latest start and number of tokens of waiting requests that could begin now."""
-        most = min(max_running - len(running), MAX_URGENT)
-        if most <= 0 or not self.queue:
-            return []
-        free = self._kv_cache.block_pool.num_free_blocks
-        urgent = []
-        for request in self.queue.on_time.first(most) or [self.queue.peek()]:
-            free -= -(-request.num_tokens // self._kv_cache.block_size)
-            if free < 0:
-                break
-            standing = self._standing(request)
-            urgent.append((math.inf if standing.is_late else standing.latest_start, standing.num_left))
-        return urgent
-
-    def _tightest(self, running: Sequence[Request]) -> float:
-        """The shortest achievable time per token that a running request or the next to run has as its target."""
+    def _step_seconds(self, running: Sequence[Request]) -> float:
+        """How long steps may take: the shortest achievable time per token that a running request or the next to run has
+        as its target."""
         requests = [request for request in running if not self._standing(request).is_late]
         if self.queue.on_time:
             requests.append(self.queue.on_time.peek())
-        least = self.costs.seconds(StepLoad(0, 1, 0.0)) / CAUTION
-        return min((tpot for request in requests if (tpot := _tpot(request)) > least), default=math.inf)
+        least = self.costs.seconds(StepLoad(0, 1, 0.0))
+        return min((seconds for request in requests if (seconds := _tpot(request) * CAUTION) > least), default=math.inf)
 
     def _max_running(self, running: Sequence[Request]) -> int:
         """As many rows as the shortest time per token allows."""
-        most, tpot = self._config.max_num_seqs, self._tightest(running)
-        if tpot == math.inf:
-            return most
+        most, allowed, seconds = self._config.max_num_seqs, self._step_seconds(running), self.costs.seconds
         context = sum(request.num_computed_tokens for request in running) / max(len(running), 1)
-        numbers = range(1, most + 1)
-        most_seconds, seconds = tpot * CAUTION, self.costs.seconds
-        return max(bisect_left(numbers, True, key=lambda n: seconds(StepLoad(0, n, n * context)) > most_seconds), 1)
+        return max(
+            bisect_left(range(1, most + 1), True, key=lambda n: seconds(StepLoad(0, n, n * context)) > allowed), 1
+        )
 
     def take_result(self, step: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> None:
         """Note first tokens, and what the step computed."""

@@ -55,8 +55,6 @@ _LARGEST_ERROR = 0.5
 """Mean error up to which predictions are trusted, relative to the larger of prediction and measurement: half as long is
 as wrong as twice as long."""
 _PACE_WEIGHT = 0.05
-_PACES = 0.25, 4.0
-_RIDGE = 1e-6
 
 
 class StepLoad(NamedTuple):
@@ -157,7 +155,7 @@ class StepTime:
             self._num_predicted += 1
             error = abs(expected - seconds) / max(expected, seconds)
             self._error += max(1 / self._num_predicted, _PACE_WEIGHT) * (error - self._error)
-            self._pace = min(max(self._pace * ratio**_PACE_WEIGHT, _PACES[0]), _PACES[1])
+            self._pace *= ratio**_PACE_WEIGHT
         self._take(load, seconds / self._pace, expected / self._pace)
         if self._num_steps % _STEPS_PER_FIT == 0 and self._kinds:
             self._fit()
@@ -188,8 +186,7 @@ class StepTime:
         coefficients = np.zeros(rows.shape[1])
         kept = [index for index in range(rows.shape[1]) if scales[index] > 1e-30]
         while kept:
-            part = rows[:, kept]
-            found = np.linalg.solve(part.T @ part + _RIDGE * np.eye(len(kept)), part.T @ target)
+            found = np.linalg.lstsq(rows[:, kept], target, rcond=None)[0]
             if found.min() >= 0:
                 coefficients[kept] = found / scales[kept]
                 break
@@ -208,6 +205,8 @@ _UNKNOWN_SLOPE = 0.5
 `_SMALL_STEP`: low enough to try."""
 _SMALL_STEP = 16
 """Tokens up to which a step is likely to wait for memory."""
+_LOOKED_UP_FOR = 4
+"""Recorded steps for which the times are looked up once: it takes 25 µs."""
 
 
 @dataclass(slots=True)
@@ -234,6 +233,8 @@ class StepCurve:
         self._plain: dict[int, _Size] = {}
         self._drafted: dict[int, _Size] = {}
         self._step = 0
+        self._looked_up: tuple[int, int, list[float]] = 0, 0, []
+        """Recorded steps and number of tokens when the times were looked up last, and the times."""
         self.propose_seconds = 0.0
         """Time of a request's proposal: to look drafts up, or until a model has made the first one."""
         self.draft_seconds = 0.0
@@ -292,16 +293,21 @@ class StepCurve:
         """Whether anything is known of steps without drafts."""
         return any(size.is_known(self._step) for size in self._plain.values())
 
-    def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64] | None:
-        """How long steps take with 0, 1, 2, … drafts; None if nothing is known of steps without.
+    def seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
+        """How long steps take with 0, 1, 2, … drafts, or more of them, if anything is known of steps without.
 
         Args:
             num_tokens: of the step without drafts; at least 1.
             num_drafts: the most.
         """
+        step, size, seconds = self._looked_up
+        if size != num_tokens or len(seconds) <= num_drafts or self._step >= step + _LOOKED_UP_FOR:
+            seconds = self._look_up(num_tokens, num_drafts).tolist()
+            self._looked_up = self._step, num_tokens, seconds
+        return seconds
+
+    def _look_up(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64]:
         plain = self._known(self._plain)
-        if not plain:
-            return None
         without = float(_on_curve(np.array([num_tokens]), plain)[0])
         drafted = {size: mean for size, mean in self._known(self._drafted).items() if size > num_tokens}
         # As the curve bends upwards, tokens of larger steps cost no less than between this step and one of at most half

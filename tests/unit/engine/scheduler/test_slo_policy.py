@@ -9,7 +9,7 @@ from benchmarks.goodput import Run, compare
 from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.slo_policy import LATE_SHARE, SLOPolicy
+from quire_engine.scheduler.slo_policy import LATE_EVERY, SLOPolicy
 from quire_engine.scheduler.step_time import StepLoad
 from quire_engine.slo import RequestSLO, SLOTargets
 from quire_engine.stats import StepStats
@@ -237,7 +237,7 @@ def test_late_requests_get_their_share_while_others_keep_coming() -> None:
             break
     assert engine.ended["late"].error is None
     share = numbers["late"] / sum(numbers.values())
-    assert LATE_SHARE / 2 < share < 3 * LATE_SHARE
+    assert 0.5 < share * LATE_EVERY < 3
 
 
 def test_without_objectives_everything_is_as_first_come_first_served() -> None:
