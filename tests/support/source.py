@@ -7,6 +7,7 @@ arrow like any other, but it is never executed.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 __all__ = ["ROOTS", "Import", "all_modules", "imports_in_file", "imports_of", "modules_of"]
@@ -75,9 +76,11 @@ def modules_of(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+@cache
 def all_modules() -> list[tuple[str, str, Path]]:
     return [(package, module, path) for package in ROOTS for module, path in modules_of(package)]
 
 
+@cache
 def imports_in_file(module: str, path: Path) -> list[Import]:
     return imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")

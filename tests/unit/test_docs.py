@@ -127,14 +127,19 @@ def commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, set[str]]]:
 COMMANDS = dict(commands_of(typer.main.get_command(app)))
 SOURCES = [
     path
-    for path in ROOT.rglob("*")
-    if path.is_file() and not {".venv", ".git", "build", "__pycache__"} & {*path.relative_to(ROOT).parts}
+    for entry in ROOT.iterdir()
+    if entry.name not in (".venv", ".git", "build", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
+    for path in (entry.rglob("*") if entry.is_dir() else [entry])
+    if path.is_file() and "__pycache__" not in path.parts
 ]
 PRODUCT = "\n".join(
     path.read_text()
     for path in SOURCES
     if path.relative_to(ROOT).parts[0] not in ("tests", "docs")
     and path.suffix in (".py", ".inc", ".cpp", ".h", ".yml", ".yaml")
+)
+TESTS = "\n".join(
+    path.read_text() for path in SOURCES if path.relative_to(ROOT).parts[0] == "tests" and path.suffix == ".py"
 )
 
 
@@ -156,11 +161,8 @@ def test_metrics_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_variables_that_a_page_names_are_read(page: Path) -> None:
-    tests = "\n".join(
-        path.read_text() for path in SOURCES if path.parts[len(ROOT.parts)] == "tests" and path.suffix == ".py"
-    )
     for name in set(re.findall(r"\bQUIRE_[A-Z_]+[A-Z]\b", page.read_text())):
-        assert f'"{name}"' in PRODUCT or name in tests or name in (ROOT / "Makefile").read_text(), name
+        assert f'"{name}"' in PRODUCT or name in TESTS or name in (ROOT / "Makefile").read_text(), name
 
 
 # -- what pages say is so ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,24 @@ CASES = [DEFAULTS, FULL, HUB, *SCALED]
 
 
 def render(values: dict[str, Any], path: Path = CHART) -> dict[str, dict[str, Any]]:
-    """Kind → manifest."""
+    """Kind → manifest. A test leaves it as it is."""
+    return render_once(json.dumps(values), path)
+
+
+@cache
+def render_once(values: str, path: Path) -> dict[str, dict[str, Any]]:
     with helm.Chart.load(str(path)) as chart:
-        rendered = chart.render(values, name="chat", namespace="llm")
+        rendered = chart.render(json.loads(values), name="chat", namespace="llm")
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
-    found = [document for text in texts for document in yaml.safe_load_all(text) if document]
+    found = [document for text in texts for document in yaml.load_all(text, yaml.CSafeLoader) if document]
     assert len({one["kind"] for one in found}) == len(found)
     return {one["kind"]: one for one in found}
+
+
+@cache
+def validate(manifest: str) -> None:
+    """Equal manifests of several cases are validated once: the schemas are read each time."""
+    kubernetes_validate.validate(json.loads(manifest), KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("values", CASES)
@@ -97,7 +109,7 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) ->
 def test_manifests_are_those_that_kubernetes_takes(values: dict[str, Any]) -> None:
     for kind, manifest in render(values).items():
         if kind not in ("HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"):  # of others' schemas
-            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+            validate(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("values", CASES)
@@ -203,7 +215,7 @@ def test_a_cluster_that_chooses_the_ids_is_left_to_choose_them() -> None:
     values = {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
               "securityContext": {"readOnlyRootFilesystem": False}}  # fmt: skip
     manifest = render(values)["Deployment"]
-    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    validate(json.dumps(manifest))
     pod = manifest["spec"]["template"]["spec"]
     assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     assert pod["containers"][0]["securityContext"] == {

@@ -8,6 +8,7 @@ from support.source import all_modules, imports_of
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"torch.load", "torch.serialization.load", "torch.hub.load"}
 UNSAFE_NAMES = {"recv_pyobj", "send_pyobj", "allow_pickle", "trust_remote_code"}
+UNSAFE_ATTRIBUTES = UNSAFE_NAMES | {call.rpartition(".")[2] for call in UNSAFE_CALLS}
 
 
 def unsafe_uses(source: str) -> list[str]:
@@ -27,7 +28,7 @@ def unsafe_uses(source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr in UNSAFE_ATTRIBUTES:
             base, _, rest = ast.unparse(node).partition(".")
             dotted = f"{aliases.get(base, base)}.{rest}"
             if dotted in UNSAFE_CALLS or node.attr in UNSAFE_NAMES:
@@ -36,8 +37,10 @@ def unsafe_uses(source: str) -> list[str]:
             if not (isinstance(node.value, ast.Constant) and node.value.value is False):
                 found.append(f"{node.value.lineno}: sets {node.arg}")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            is_auto = ast.unparse(node.func.value).rpartition(".")[2].startswith("Auto")
-            loads = node.func.attr == "from_pretrained" or (is_auto and node.func.attr.startswith("from_"))
+            loads = node.func.attr == "from_pretrained" or (
+                node.func.attr.startswith("from_")
+                and ast.unparse(node.func.value).rpartition(".")[2].startswith("Auto")
+            )
             # Without it, transformers asks on stdin whether to run the checkpoint's code, and takes "y" from a pipe.
             if loads and not any(word.arg == "trust_remote_code" for word in node.keywords):
                 found.append(f"{node.lineno}: {node.func.attr} without trust_remote_code=False")

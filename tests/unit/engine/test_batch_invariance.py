@@ -17,7 +17,7 @@ BLOCK_BYTES = 6 * 2 * 4 * 32 * 16 * 2
 """Layers, keys and values, heads, head size, tokens, bytes."""
 PROMPTS = make_prompts(24, 4096, max_length=150)
 PARAMS = [
-    SamplingParams(temperature=0.9 * (i % 2), top_p=0.95, seed=i, max_tokens=24, ignore_eos=True, logprobs=1)
+    SamplingParams(temperature=0.9 * (i % 2), top_p=0.95, seed=i, max_tokens=12, ignore_eos=True, logprobs=1)
     for i in range(len(PROMPTS))
 ]
 

@@ -57,7 +57,7 @@ def workload_of_kinds(
     checkpoint: Callable[[str], Path],
 ) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
     model = LlamaForCausalLM.from_pretrained(checkpoint("tied-gqa"), dtype=torch.float32).eval()
-    prompts = make_prompts(36, 515, max_length=90)
+    prompts = make_prompts(24, 515, max_length=90)
     params = [KINDS[i % len(KINDS)] for i in range(len(prompts))]
     return prompts, params, [reference(model, *pair) for pair in zip(prompts, params, strict=True)]
 
@@ -76,7 +76,7 @@ def test_greedy_tokens_are_those_of_the_definitions(
     assert [token_ids(output) for output in outputs] == expected
     assert (llm.get_stats().num_preemptions > 0) == (num_blocks < 512)
     plain = [reference_tokens for reference_tokens, one in zip(expected, params, strict=True) if one == KINDS[0]]
-    assert len(plain) == 6
+    assert len(plain) == 4
 
 
 def test_they_are_on_forced_kernels(
@@ -120,8 +120,7 @@ def alone(checkpoint: Callable[[str], Path]) -> Callable[[], list[list[int]]]:
     return make
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("budget", [8, 64, 512])
+@pytest.mark.parametrize(("budget", "prefix_caching"), [(8, True), (64, False), (512, True)])
 def test_same_tokens_in_a_batch_of_32(
     budget: int, prefix_caching: bool, alone: Callable[[], list[list[int]]], checkpoint: Callable[[str], Path]
 ) -> None:

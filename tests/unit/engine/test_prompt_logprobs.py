@@ -22,13 +22,14 @@ BLOCK_BYTES = 2 * 2 * 4 * 16 * 16 * 4
 """Keys and values of 16 tokens in 2 layers of 4 heads of 16 float32 numbers."""
 SCARCE_BLOCKS = {8: 11, 64: 30, 512: 30}
 """KV blocks, by token budget, with which requests that run together cannot all keep theirs."""
-PROMPTS = [*make_prompts(24, 515, max_length=120), [7], [7, 8]]
+PROMPTS = [*make_prompts(12, 515, max_length=120), [7], [7, 8]]
+NUM_TOKENS = 12
 
 
 def params(i: int, **settings: Any) -> SamplingParams:
     """Every number from 0 to 5, and every seventh request that does not ask."""
     number = None if i % 7 == 6 else i % 6
-    return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=number, **settings)
+    return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=number, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def check(output: RequestOutput, number: int | None, want_TV: torch.Tensor, llm:
 @pytest.mark.parametrize(
     ("budget", "scarce", "chunk_logits"),
     [
-        *((budget, scarce, module.CHUNK_LOGITS) for budget in (8, 64, 512) for scarce in (False, True)),
+        *((budget, scarce, module.CHUNK_LOGITS) for budget, scarce in ((8, False), (64, True), (512, True))),
         # Logits of three positions at a time: of a step with few prompt tokens, and of one with many.
         (8, True, 515 * 3),
         (512, False, 515 * 3),
@@ -93,7 +94,7 @@ def test_prompt_logprobs_are_those_of_transformers(
 
 def test_asking_changes_no_token(checkpoint: Callable[[str], Path]) -> None:
     llm = LLM(checkpoint(NAME), dtype="float32", max_model_len=160)
-    plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    plain = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     without = llm.generate(PROMPTS, plain, use_tqdm=False)
     asked = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
     assert [o.outputs[0].token_ids for o in asked] == [o.outputs[0].token_ids for o in without]
@@ -103,7 +104,7 @@ def test_a_stream_has_them_in_its_first_delta(checkpoint: Callable[[str], Path],
     llm = LLM(checkpoint(NAME), dtype="float32", max_model_len=160, max_num_batched_tokens=8)
     first, *others = llm.stream(PROMPTS[0], params(3))
     check(first, 3, expected[0], llm)
-    assert [delta.prompt_logprobs for delta in others] == [None] * 23
+    assert [delta.prompt_logprobs for delta in others] == [None] * (NUM_TOKENS - 1)
 
 
 def test_a_request_after_them_is_left_alone(checkpoint: Callable[[str], Path]) -> None:

@@ -3,7 +3,7 @@ preemption, from a cached prefix, with drafts and after a replay; and the states
 
 `models/test_every_family.py` compares them with transformers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from quire_engine.messages import EngineCoreRequest
 from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
 from support.every_kind import core_of
+from support.full import FULL
 from support.oracle import VOCAB_SIZE, make_prompts
 from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
@@ -25,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(cpu.library() is None, reason="plain torch promises bits of no product"),
 ]
 
-NAMES = ("lfm2-moe", "lfm3", "olmo-hybrid", "qwen3-5", "qwen3-next", "recurrent-gemma", "zamba2")
-"""With sizes of heads that the kernels of attention take."""
+NAMES = ("lfm2-moe", "lfm3", "qwen3-5", "recurrent-gemma", "zamba2", *(("olmo-hybrid", "qwen3-next") if FULL else ()))
+"""With sizes of heads that the kernels of attention take. The last two have the recurrence of `qwen3-5`."""
 FEW = range(6)
 PROMPTS = [
     *make_prompts(len(FEW) - 1, VOCAB_SIZE, max_length=90), [7, 5, 3, 9, 2] * 12,
@@ -41,7 +42,7 @@ Result = list[tuple[list[int], Any]]
 Make = Callable[..., Any]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(scope="module", params=NAMES)
 def make_llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Make:
     @contextmanager
     def make(**settings: Any) -> Iterator[LLM]:
@@ -74,32 +75,33 @@ def note_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return batches
 
 
-def alone(make_llm: Make, numbers: Iterable[int] = range(len(PROMPTS))) -> Result:
+@pytest.fixture(scope="module")
+def alone(make_llm: Make) -> Result:
+    """What is generated after each prompt alone."""
     with make_llm(enable_prefix_caching=False) as llm:
-        return [generate(llm, number)[0] for number in numbers]
+        return [generate(llm, number)[0] for number in range(len(PROMPTS))]
 
 
 def test_in_a_batch_in_chunks_after_preemption_and_from_cached_prefixes(
-    make_llm: Make, monkeypatch: pytest.MonkeyPatch
+    make_llm: Make, alone: Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = alone(make_llm)
     for budget in (7, 64, 512):
         with make_llm(max_num_batched_tokens=budget) as llm:
-            assert generate(llm) == expected
+            assert generate(llm) == alone
             batches = note_batches(llm, monkeypatch)
-            assert generate(llm) == expected
+            assert generate(llm) == alone
             assert max(batches) == min(budget, 32)
             assert llm.get_stats().prefix_cache_hits > 0
     monkeypatch.setattr(UniProcExecutor, "determine_num_blocks", lambda _: 12)
     monkeypatch.setattr(KVCacheGroups, "num_states", lambda *_: 9)
     with make_llm(max_num_batched_tokens=16) as llm:
-        assert generate(llm) == expected
+        assert generate(llm) == alone
         assert llm.get_stats().num_preemptions > 0
 
 
-def test_with_drafts_of_which_some_are_rejected(make_llm: Make) -> None:
+def test_with_drafts_of_which_some_are_rejected(make_llm: Make, alone: Result) -> None:
     """Drafts are what was generated before with other seeds, and then with the same."""
-    expected = alone(make_llm, FEW)
+    expected = [alone[number] for number in FEW]
     with make_llm(speculative_config={"method": "suffix", "num_speculative_tokens": 3}) as llm:
         scheduler = core_of(llm).scheduler
         assert scheduler.config.speculative_config is not None
@@ -113,9 +115,9 @@ def test_with_drafts_of_which_some_are_rejected(make_llm: Make) -> None:
     assert drafts.num_draft_tokens > drafts.num_accepted_tokens > 0
 
 
-def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(make_llm: Make) -> None:
+def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(make_llm: Make, alone: Result) -> None:
     number, num_known = FEW[-1], 7
-    ((expected, _),) = alone(make_llm, [number])
+    expected, _ = alone[number]
     with make_llm() as llm:
         core = core_of(llm)
         core.add_request(
@@ -130,10 +132,9 @@ def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(make_llm: 
     assert tokens == expected[num_known:]
 
 
-def test_the_states_decide_the_tokens(make_llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_decide_the_tokens(make_llm: Make, alone: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other tests would show nothing."""
     with make_llm(enable_prefix_caching=False) as llm:
-        expected = generate(llm)
         runner = core_of(llm).executor._worker.runner  # type: ignore[attr-defined]
         caches = [
             tensor
@@ -151,4 +152,4 @@ def test_the_states_decide_the_tokens(make_llm: Make, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(core, "step", step_and_forget)
         changed = generate(llm)
-    assert all(one[0] != other[0] for one, other in zip(changed, expected, strict=True))
+    assert all(one[0] != other[0] for one, other in zip(changed, alone, strict=True))

@@ -56,8 +56,7 @@ def test_seeds_matter(alone: list[list[int]], tinypy: Path) -> None:
     assert token_ids(unseeded[0]) != token_ids(unseeded[1])
 
 
-@pytest.mark.parametrize("budget", [8, 64, 2048])
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("budget", "prefix_caching"), [(8, True), (64, False), (2048, True)])
 def test_same_tokens_among_31_others(budget: int, prefix_caching: bool, alone: list[list[int]], tinypy: Path) -> None:
     llm = LLM(tinypy, dtype="float32", max_num_batched_tokens=budget, enable_prefix_caching=prefix_caching)
     prompts, params = others(28)

@@ -13,7 +13,7 @@ from support.oracle import load_reference
 from support.pictures import PICTURES, expand, generate, image_of
 from transformers import AutoTokenizer
 
-NUM_TOKENS = 12
+NUM_TOKENS = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 SIZES = ((40, 90), (28, 28), (130, 61))
 

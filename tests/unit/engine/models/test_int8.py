@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[4]
 TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
-WINDOW = 1000
-NUM_WINDOWS = 24
+WINDOW = 500
+NUM_WINDOWS = 10
 
 
 def score(**settings: str) -> tuple[float, list[int]]:

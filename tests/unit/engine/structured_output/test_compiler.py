@@ -32,8 +32,9 @@ from quire_engine.structured_output.compiler_process import CompilerProcess, _ex
 from support.engines import Recorder, engine, until
 from support.processes import children, command_line, eventually, idles, is_gone
 
-pytestmark = pytest.mark.usefixtures("started_as_ever")  # with what it loads, and the limits that are relative to it
-FREE = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+AS_EVER = pytest.mark.usefixtures("started_as_ever")
+"""With what it loads, and the limits that are relative to it. Other compilers are forked: a start takes a second."""
+FREE = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 def nested(depth: int) -> str:
@@ -77,6 +78,7 @@ def compiler_of(engine_pid: int) -> int:
     return next(pid for pid in children(engine_pid) if "quire_engine.structured_output.compiler" in command_line(pid))
 
 
+@AS_EVER
 @pytest.mark.slow
 def test_pathological_grammars_end_in_time_and_nobody_waits(checkpoint: Callable[[str], Path]) -> None:
     async def one(llm: AsyncLLM, name: str) -> str:
@@ -113,7 +115,7 @@ def test_pathological_grammars_end_in_time_and_nobody_waits(checkpoint: Callable
         assert f"more than {COMPILE_SECONDS:g} s" in outcomes["many optional properties"]
         assert (await collect(llm, params({"choice": ["well"]}))).outputs[0].text == "well"
 
-    with engine(checkpoint("tinypy"), max_model_len=1024) as (llm, _):
+    with engine(checkpoint("tinypy"), max_model_len=256, step_seconds=0.01) as (llm, _):
         asyncio.run(main(llm))
 
 
@@ -232,9 +234,7 @@ def test_one_bad_grammar_does_not_hold_up_the_others(process: Observed) -> None:
     process.wait_for(1, 2, 3, 4, 5)
     assert 0 not in process.results
     assert all(result.error is None for result in process.results.values())
-    result = process.wait_for(0)
-    assert "simplify it" in (result.error or "")
-    assert not result.is_our_fault
+    process.cancel(0)
 
 
 def test_a_tokenizer_that_does_not_load_is_our_fault(tmp_path: Path) -> None:
@@ -353,6 +353,12 @@ def test_a_job_without_memory_says_so(status: int) -> None:
     assert not result.is_our_fault
 
 
+def test_a_job_that_takes_too_long_says_so() -> None:
+    result = _explain(CompileRequest(1, "json", "{}"), -signal.SIGALRM)
+    assert result.error == f"the json takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
+    assert not result.is_our_fault
+
+
 def test_what_proves_slow_is_known(process: Observed) -> None:
     process.submit(CompileRequest(1, "json", SLOW))
     process.submit(CompileRequest(2, "regex", "a"))
@@ -428,6 +434,7 @@ def test_it_is_there_before_the_first_grammar_and_again_after_its_death(
     assert process.wait_for(1).error is None
 
 
+@AS_EVER
 def test_the_compiler_loads_neither_torch_nor_models(process: Observed) -> None:
     process.submit(CompileRequest(1, "json_object", "true"))
     assert process.wait_for(1).error is None
