@@ -13,6 +13,7 @@ other.
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,14 @@ def _state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked_children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines that the tests' own processes start spend no time on imports, nor on tokenizers that have passed."""
+def _forked_children(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines that the tests' own processes start spend no time on imports, nor on tokenizers that have passed. Beside
+    servers they start hardly any, and the imports of what forks them would cost more.
+    """
     from support.fork_server import forked_children, tokenizers_tried_once
 
-    with forked_children(), tokenizers_tried_once(tmp_path_factory.mktemp("tokenizers")):
+    forking = nullcontext() if pytestconfig.getoption("--servers") == "only" else forked_children()
+    with forking, tokenizers_tried_once(tmp_path_factory.mktemp("tokenizers")):
         yield
 
 

@@ -298,25 +298,16 @@ WIDE = """() => [...document.querySelectorAll('[data-testid="stDataFrame"] .dvn-
     it => [it.clientWidth, it.scrollWidth])"""
 
 
-@pytest.mark.parametrize("path", ["requests", "ended", "kv-cache", "engine"])
-def test_no_column_is_cut_off_on_a_small_screen(open_page: Callable[..., Page], fake: FakeTriton, path: str) -> None:
+def test_no_column_is_cut_off_on_a_small_screen(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     fake.state.end()
-    page = open_page(path, width=1280)
-    expect(page.get_by_test_id("stDataFrame").first.locator("tr").nth(1)).to_be_attached()
-    widths = page.evaluate(WIDE)
-    assert widths
-    assert all(scrolled <= seen + 1 for seen, scrolled in widths), widths
-
-
-def test_a_phone_shows_model_and_server_on_its_first_screen(open_page: Callable[..., Page], fake: FakeTriton) -> None:
-    for path in ("", "kv-cache", "requests", "ended", "engine", "playground", "load"):
-        page = open_page(path, width=390)
-        for name in ("tinypy", fake.url):
-            shown = page.get_by_test_id("stMain").get_by_text(name, exact=True).first
-            expect(shown).to_be_visible()
-            box = shown.bounding_box()
-            assert box
-            assert box["y"] + box["height"] < 300
+    page = open_page(width=1280)
+    for title in ("Requests", "Slow & failed", "KV cache", "Engine"):
+        sidebar_link(page, title).click()
+        expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+        expect(page.get_by_test_id("stDataFrame").first.locator("tr").nth(1)).to_be_attached()
+        widths = page.evaluate(WIDE)
+        assert widths, title
+        assert all(scrolled <= seen + 1 for seen, scrolled in widths), (title, widths)
 
 
 @contextmanager
@@ -461,9 +452,17 @@ PALE_TEXT = """() => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_phone_and_can_be_read_in_both_themes(open_page: Callable[..., Page], dark: bool) -> None:
-    for path in ("", "kv-cache", "requests", "engine", "playground", "load"):
+def test_it_fits_a_phone_and_can_be_read_in_both_themes(
+    open_page: Callable[..., Page], fake: FakeTriton, dark: bool
+) -> None:
+    for path in ("", "kv-cache", "requests", "ended", "engine", "playground", "load"):
         page = open_page(path, width=390, dark=dark)
+        for name in ("tinypy", fake.url):
+            shown = page.get_by_test_id("stMain").get_by_text(name, exact=True).first
+            expect(shown).to_be_visible()
+            box = shown.bounding_box()
+            assert box
+            assert box["y"] + box["height"] < 300, "model and server are on the first screen"
         expect(page.get_by_role("heading").first).to_have_css("font-size", "20px")
         assert is_dark(page) is dark
         if path == "":
@@ -477,7 +476,7 @@ def test_it_fits_a_phone_and_can_be_read_in_both_themes(open_page: Callable[...,
             assert boxes[0]
             assert boxes[1]
             assert boxes[0]["y"] < boxes[1]["y"], "the button comes before the bars of all requests"
-        if path not in ("playground", "load"):
+        if path not in ("ended", "playground", "load"):
             expect(page.locator("svg.marks").last).to_be_visible()
         assert page.evaluate(PALE_TEXT) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -194,7 +194,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 def quiet_time(scene: Scene) -> list[dict[str, str]]:
     """Ten scaled minutes of an ordinary load; the alerts that fired meanwhile."""
     watched_at = time.monotonic()
-    with Load(scene, "alone", per_second=1) as alone, Load(scene, "pair") as pair:
+    with Load(scene, "alone", per_second=1) as alone, Load(scene, "pair", per_second=1) as pair:
         time.sleep(QUIET_SECONDS)  # the time that is watched
     for load in (alone, pair):
         assert load.num_ended
@@ -318,6 +318,7 @@ def test_a_rank_that_is_gone_while_nobody_notices(scene: Scene) -> None:
 
 def test_an_engine_that_dies_again_and_again(scene: Scene) -> None:
     """The one threshold that is a count per window; restarts take their time, so the window is divided by less."""
+    put_fault(scene.fault_file, action="slow", rank=0, seconds=0.05)  # or the load would take a whole processor
     with (
         prometheus(scene.server.metrics, factor=FACTOR / 10) as patient,
         Load(scene, "alone", deadline_seconds=RESTART_SECONDS, max_tokens=5) as load,
@@ -332,6 +333,7 @@ def test_an_engine_that_dies_again_and_again(scene: Scene) -> None:
         alert = looking_on.wait_until_fires("QuireEngineCrashLoop", cause_at=began_at, model="alone")
         assert float(alert["value"]) > 2
         assert not load.errors
+    scene.fault_file.unlink()
 
 
 def test_an_engine_that_cannot_be_started_again(scene: Scene) -> None:

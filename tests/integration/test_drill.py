@@ -33,8 +33,9 @@ from support.serving import serve
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-STEP_SECONDS = 0.003
-"""How much longer steps take than the demo model needs: streams live for a second or so, and are there to be hit."""
+STEP_SECONDS = 0.02
+"""How much longer steps take than the demo model needs: streams live for a second or two, are there to be hit, and
+leave the processor to what starts."""
 
 NOT_OUTLIVED = ("kill_server_process", "stop_server_process")
 """They end all streams, and take up to half a minute each."""

@@ -12,7 +12,6 @@ import numpy as np
 import openai
 import pytest
 import torch
-import transformers
 from quire_client import Client, ClientError, InvalidArgument
 from quire_engine.frontend.tokenizer import load_tokenizer
 from support.serving import CHECKPOINT, Server, run_cli, serve
@@ -25,10 +24,12 @@ SIZES: dict[str, Any] = {
 TEXTS = ["def fib(n):", "import os", "x = 1"]
 
 
-def make_encoder(folder: Path, kind: Any = transformers.BertModel, **sizes: int) -> Path:
-    """Write a random BERT with tinypy's tokenizer."""
+def make_encoder(folder: Path, kind: str = "BertModel", **sizes: int) -> Path:
+    """Write a random BERT of a class of transformers, with tinypy's tokenizer."""
+    import transformers  # not every process that collects this file spends two seconds on it
+
     torch.manual_seed(0)
-    kind(transformers.BertConfig(**{**SIZES, **sizes})).save_pretrained(folder)
+    getattr(transformers, kind)(transformers.BertConfig(**{**SIZES, **sizes})).save_pretrained(folder)
     load_tokenizer(CHECKPOINT).save_pretrained(folder)
     return folder
 
@@ -37,7 +38,7 @@ def make_encoder(folder: Path, kind: Any = transformers.BertModel, **sizes: int)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("embeddings")
     encoder = make_encoder(folder / "bert")
-    reranker = make_encoder(folder / "reranker", transformers.BertForSequenceClassification, num_labels=1)
+    reranker = make_encoder(folder / "reranker", "BertForSequenceClassification", num_labels=1)
     repository = str(folder / "repository")
     slo = 'slo={"default": {"ttft_ms": 0.001, "e2e_ms": 600000}}'  # no first token could be in time
     for path, name, settings in ((CHECKPOINT, LLM, ()), (encoder, EMBEDDER, (slo,)), (reranker, RERANKER, ())):

@@ -1,4 +1,4 @@
-"""One client sends the worst that the limits allow, for a minute; eight others stream, and notice next to nothing.
+"""One client sends the worst that the limits allow; eight others stream, and notice next to nothing.
 
 The eight are measured twice on the same server: first without, then beside the hostile client. The yardstick is by how
 much the longest gap between two responses of a stream has grown, and the 99th percentile of all gaps.
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_GRPC, NUM_OPENAI = 5, 3
 MAX_TRIES = 3
-MAX_TOKENS = 300
+MAX_TOKENS = 200
 STEP_SECONDS = 0.02
 MAX_LONGER_S = 3.0
 """Two cores are shared by all, and each parallel loop of a step ends with its slower thread: on an idle machine 0.3

@@ -163,7 +163,7 @@ def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_nothing_is_open_to_another_user(stranger: Stranger) -> None:
     environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
     flags = ("--", "--model-control-mode=explicit", f"--load-model={MODEL}")
-    with serve(*flags, env=environment, step_seconds=0.002) as server:
+    with serve(*flags, env=environment, step_seconds=0.02) as server:
         client = Asking(server)
         client.start()
         try:

@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from quire_engine import LoRARequest
 from safetensors.torch import load_file, save_file
-from support.oracle import Expected, generate_greedily, load_reference
+
+if TYPE_CHECKING:
+    from support.oracle import Expected
 
 __all__ = ["ALL_LINEAR", "Adapters", "make_adapter", "merge_adapter", "stack_adapter"]
 
@@ -198,14 +200,17 @@ class Adapters:
     folders: dict[str, Path]
     merged: Callable[[str], Path]
     """By name, the checkpoint that one is merged into; that of the empty name is the base."""
-    known: dict[tuple[Any, ...], Expected] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], "Expected"] = field(default_factory=dict)
     """What was expected before: of a name, a prompt and a number of tokens."""
 
     def request(self, name: str) -> LoRARequest | None:
         return LoRARequest(name, 1, str(self.folders[name])) if name else None
 
-    def expected(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[Expected]:
+    def expected(self, name: str, prompts: list[list[int]], num_tokens: int) -> "list[Expected]":
         """What transformers generates with the merged checkpoint."""
+        # Imported late: most tests that make adapters do not spend two seconds on transformers.
+        from support.oracle import generate_greedily, load_reference
+
         keys = [(name, *prompt, num_tokens) for prompt in prompts]
         if not self.known.keys() >= {*keys}:
             model = load_reference(self.merged(name) if name else self.base)

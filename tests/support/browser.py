@@ -41,13 +41,23 @@ def chromium() -> Iterator[Browser]:
 @contextmanager
 def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
     """Opens pages; afterwards, nothing may have been asked of another host. A page that is opened closes those before,
-    which would go on drawing, unless it is opened `beside` them."""
-    contexts: list[BrowserContext] = []
+    which would go on drawing, unless it is opened `beside` them.
+
+    Pages of the usual time zone share a context of the browser, which keeps the dashboard's scripts from test to test;
+    each page begins without cookies and stored items.
+    """
+    opened: list[Page] = []
     foreign: list[str] = []
 
     def close() -> None:
-        while contexts:
-            contexts.pop().close()
+        while opened:
+            page = opened.pop()
+            context = page.context
+            if context == browser.contexts[0]:
+                page.close()
+                context.clear_cookies()
+            else:
+                context.close()
 
     def at(
         path: str = "", *, base: str = "", width: int = 1280, dark: bool = False, timezone: str = "UTC",
@@ -55,11 +65,13 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
     ) -> Page:  # fmt: skip
         if not beside:
             close()
-        context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", timezone_id=timezone
-        )  # fmt: skip
-        contexts.append(context)
-        page = context.new_page()
+        if not browser.contexts:
+            _new_context(browser, "UTC")
+        is_usual = timezone == "UTC" and not opened
+        page = (browser.contexts[0] if is_usual else _new_context(browser, timezone)).new_page()
+        opened.append(page)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme="dark" if dark else "light")
         page.set_default_timeout(TIMEOUT_MS)
         here = base or address
         own = (here, here.replace("http", "ws"), "data:", "blob:")
@@ -71,6 +83,12 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
     yield at
     close()
     assert foreign == []
+
+
+def _new_context(browser: Browser, timezone: str) -> BrowserContext:
+    context = browser.new_context(timezone_id=timezone)
+    context.add_init_script("if (location.protocol === 'http:') localStorage.clear()")
+    return context
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
-from quire_backend.model_config import INPUTS, OUTPUTS, TYPED_INPUTS
+from quire_backend.model_config import INPUTS, TYPED_INPUTS
 from support.serving import Server
 from tritonclient import grpc as grpc_client
 from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult, service_pb2, service_pb2_grpc
@@ -36,7 +36,6 @@ _NUMPY = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int
 _DATATYPES = {"TYPE_STRING": "BYTES"}
 _TYPES = {spec.name: spec.data_type for spec in (*INPUTS, *TYPED_INPUTS)}
 _EVERY_MODELS = {spec.name for spec in INPUTS}
-_OUTPUT_NAMES = [spec.name for spec in OUTPUTS]
 
 
 @dataclass
@@ -110,10 +109,9 @@ async def ask(
                 continue
             answer.num_final_flags += result.get_response().parameters["triton_final_response"].bool_param
             response = {}
-            for name in _OUTPUT_NAMES:
-                array = result.as_numpy(name)
-                if array is not None:
-                    response[name] = [item.decode() if isinstance(item, bytes) else item for item in array.tolist()]
+            for output in result.get_response().outputs:
+                items = result.as_numpy(output.name).tolist()
+                response[output.name] = [item.decode() if isinstance(item, bytes) else item for item in items]
             answer.responses.append(response)
             on_response(response)
     except InferenceServerException as error:

@@ -160,9 +160,7 @@ class Stage:
 
     def nothing_is_left_over(self) -> bool:
         """Whether there are as many stubs and engine cores as loaded instances."""
-        return all(
-            len(self.processes(kind, model)) == self.instances[model] for kind in ("stub", "core") for model in MODELS
-        )
+        return all(Counter(map(self.model_of, self.processes(kind))) == self.instances for kind in ("stub", "core"))
 
     def state(self) -> str:
         """What is wanted and what is there, for whom something failed."""
