@@ -372,6 +372,7 @@ struct QuantizeCall {
   float* sums;
   int32_t zero;
   int32_t* zeros;      // [rows], written: what 0 is in out, which then has the range of each row; null: 128
+  const float* column_factors;  // [size], what x is multiplied by before, if `zeros` is given; or null
 };
 
 struct GroupSearchCall {

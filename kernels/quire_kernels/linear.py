@@ -78,6 +78,8 @@ class LinearWeight:
     """`linear` returns `activation` of the result."""
     asymmetric: bool = False
     """Quantised only: activations of 8 bits have a zero point."""
+    column_factors: torch.Tensor | None = None
+    """With `asymmetric` only: [K] float32, what activations are multiplied by before they are quantised."""
 
     @property
     def is_quantized(self) -> bool:
@@ -97,6 +99,7 @@ def pack_linear(
     activation: str = "silu",
     activates: bool = False,
     asymmetric: bool = False,
+    column_factors_K: torch.Tensor | None = None,
 ) -> LinearWeight:
     """Convert a weight to the form that `linear` reads fastest. Raises TypeError or ValueError for other dtypes,
     shapes, activations or numbers of bits than these.
@@ -114,6 +117,9 @@ def pack_linear(
         activation: of the gate, or of the result; one of `ACTIVATIONS`.
         activates: `linear` applies the activation to the result, which has no gate.
         asymmetric: 8 bits of a quantised weight's activations have a zero point; only with int8 on the CPU.
+        column_factors_K: float32 powers of two, with `quantize` and `asymmetric` only: activations are multiplied by
+            them before they are quantised, and the weight's columns are divided by them. Columns of large activations
+            then leave the others more steps (SmoothQuant).
     """
     check_activates(activation, gated, activates)
     dtype = dtype or weight_NK.dtype
@@ -141,6 +147,13 @@ def pack_linear(
         )
     if asymmetric and not (has_kernel and activation_bits == 8 and (quantize or is_quantized)):
         raise ValueError("asymmetric is True; it must be False unless activations of 8 bits are beside int8 on the CPU")
+    if column_factors_K is not None:
+        if not (asymmetric and quantize) or column_factors_K.shape != (in_features,):
+            raise ValueError(
+                f"column_factors_K has shape {list(column_factors_K.shape)}; it must be [{in_features}], with quantize "
+                "and asymmetric"
+            )
+        weight_NK = weight_NK / column_factors_K.to(weight_NK.dtype)
     group = GROUPS.get(packed_dtype)
     if library() is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         if quantize:
@@ -148,7 +161,7 @@ def pack_linear(
         unpacked = (weight_NK, bias_N, scales_N, None, None)
         return LinearWeight(
             out_features, in_features, gated, activation, dtype, *unpacked, activation_bits, activates=activates,
-            asymmetric=asymmetric,
+            asymmetric=asymmetric, column_factors=column_factors_K,
         )  # fmt: skip
 
     rows = panel_rows(out_features, gated)
@@ -165,7 +178,7 @@ def pack_linear(
     parts = (packed, bias, scales, offsets, call)
     return LinearWeight(
         out_features, in_features, gated, activation, dtype, *parts, activation_bits, activates=activates,
-        asymmetric=asymmetric,
+        asymmetric=asymmetric, column_factors=column_factors_K,
     )  # fmt: skip
 
 
@@ -328,7 +341,7 @@ def _linear(
         call.x_scales, call.x_starts, call.x_sums = (one.data_ptr() for one in of_x)
     elif weight.is_quantized:
         zeros = torch.empty(rows, dtype=torch.int32) if weight.asymmetric else None
-        x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits, zeros)
+        x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits, zeros, weight.column_factors)
         call.x_scales, call.x_zeros = x_scales.data_ptr(), pointer(zeros)
     call.x, call.rows = x_TK.data_ptr(), rows
     call.x_stride = x_TK.shape[1] if weight.group_size else x_TK.stride(-2)
@@ -414,7 +427,7 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight, delta: LoraDelta | N
     else:
         if weight.data.dtype == torch.int8:
             zeros = torch.empty(len(x_TK), dtype=torch.int32) if weight.asymmetric else None
-            x, x_scales = quantize_per_token(x_TK, weight.activation_bits, zeros)
+            x, x_scales = quantize_per_token(x_TK, weight.activation_bits, zeros, weight.column_factors)
             sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8).flatten(0, -2), weight.data.t())
             if zeros is not None:
                 sums -= (zeros[:, None] - 128) * weight.data.sum(1, dtype=torch.int32)
@@ -432,7 +445,10 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight, delta: LoraDelta | N
 
 
 def quantize_per_token(
-    x_TK: torch.Tensor, bits: int = 8, zeros_T: torch.Tensor | None = None
+    x_TK: torch.Tensor,
+    bits: int = 8,
+    zeros_T: torch.Tensor | None = None,
+    column_factors_K: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 quantisation with one scale per row, as unsigned numbers: the dot product multiplies u8 by s8.
     With 16 bits each row, and then what rounding has left of it, with a scale 256 times smaller.
@@ -440,6 +456,7 @@ def quantize_per_token(
     Args:
         zeros_T: int32, to be written: the zero points of 8 bits, which then are `round(x / scale) + zero` and have the
             range from the row's least number to its greatest, 0 among them. None: 128.
+        column_factors_K: float32, what columns are multiplied by before, beside `zeros_T`.
 
     Returns:
         [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales; of 16 bits [T, 2, K] and [T, 2].
@@ -447,6 +464,7 @@ def quantize_per_token(
     if library_for(x_TK) is None:
         x = x_TK.float()
         if zeros_T is not None:
+            x = x if column_factors_K is None else x * column_factors_K
             below = -x.amin(1).clamp_(max=0)
             scales = (below + x.amax(1).clamp_(min=0)).clamp_(min=1e-10) / 255
             zeros_T.copy_((below * (1 / scales)).round_())
@@ -465,7 +483,7 @@ def quantize_per_token(
     is_float = x_TK.dtype == torch.float32
     call = _QuantizeCall(
         x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float, parts,
-        zeros=pointer(zeros_T),
+        zeros=pointer(zeros_T), column_factors=pointer(column_factors_K),
     )  # fmt: skip
     launch("quire_quantize_per_token", call)
     return out, scales

@@ -116,7 +116,8 @@ def _rope_and_cache_cpu(
         raise ValueError(f"queries, keys and values are {shapes}; keys and values must be {list(wanted)}")
     if not all(x.is_cpu for x in (query_THD, *heads)):
         raise TypeError("queries, keys and values must be on the CPU, like the caches")
-    rotated_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
+    is_rotated = rotary_size > 0 or query_norm_D is not None
+    rotated_THD = query_THD.new_empty(num_tokens, num_heads, head_size) if is_rotated else query_THD
     call = _RopeCall(
         query=query_THD.data_ptr(), query_token_stride=query_token_stride, query_head_stride=query_head_stride,
         key=key_TKD.data_ptr(), key_token_stride=key_token_stride, key_head_stride=key_head_stride,
@@ -124,9 +125,9 @@ def _rope_and_cache_cpu(
         query_norm=pointer(query_norm_D), key_norm=pointer(key_norm_D), value_norm=pointer(value_norm_D),
         positions=positions_T.data_ptr(), cos_sin=cos_sin.data_ptr(), query_cos_sin=query_cos_sin.data_ptr(),
         slot_mapping=slot_mapping_T.data_ptr(), rotated_query=rotated_THD.data_ptr(),
-        key_cache=key_cache_NKBD.data_ptr(), value_cache=pointer(value_cache_NKBD), rows=num_tokens, heads=num_heads,
-        kv_heads=num_kv_heads, head_size=head_size, rotary_size=rotary_size, block_size=block_size, eps=eps,
-        is_float=query_THD.dtype == torch.float32, norm_is_float=norm_is_float,
+        key_cache=key_cache_NKBD.data_ptr(), value_cache=pointer(value_cache_NKBD), rows=num_tokens,
+        heads=num_heads if is_rotated else 0, kv_heads=num_kv_heads, head_size=head_size, rotary_size=rotary_size,
+        block_size=block_size, eps=eps, is_float=query_THD.dtype == torch.float32, norm_is_float=norm_is_float,
         cache_is_int8=key_cache_NKBD.dtype is torch.int8,
     )  # fmt: skip
     launch("quire_rope", call)

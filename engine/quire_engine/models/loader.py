@@ -363,6 +363,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, StoredTensor], *, repor
                 loading.fill(name, tensor)
                 progress.add(tensor.num_bytes)
     assert not loading.targets, f"the headers had {sorted(loading.targets)[:3]}"
+    loading.finish()
     trim_heap()
 
 
@@ -371,6 +372,7 @@ def randomize(model: nn.Module) -> None:
     loading = _Loading(model)
     for name in sorted(loading.targets):
         loading.fill(name, None)
+    loading.finish()
 
 
 class _Loading:
@@ -379,6 +381,8 @@ class _Loading:
         """By name; only of tensors that are not loaded yet."""
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
         self._pages = HugePages()
+        self._late: list[Packable] = []
+        """Complete modules that are packed by `finish`."""
 
     def fill(self, name: str, tensor: StoredTensor | None) -> None:
         """Fill a parameter with a tensor, or with random numbers for None, and pack its module if that completes it.
@@ -402,10 +406,21 @@ class _Loading:
         del target
         self._num_missing[module] -= 1
         if module is not None and not self._num_missing[module]:
-            module.pack()
-            if is_on_cpu and module.packed_weight is not None:
-                with contextlib.suppress(TypeError):  # only its own method knows what it is
-                    module.use_packed(**moved({"packed": module.packed_weight}, self._pages.take))
+            if module.packs_late:
+                self._late.append(module)
+            else:
+                self._pack(module, is_on_cpu)
+
+    def finish(self) -> None:
+        """Pack the modules whose form depends on other parameters."""
+        for module in self._late:
+            self._pack(module, module.input_norm[0].weight.is_cpu)
+
+    def _pack(self, module: Packable, is_on_cpu: bool) -> None:
+        module.pack()
+        if is_on_cpu and module.packed_weight is not None:
+            with contextlib.suppress(TypeError):  # only its own method knows what it is
+                module.use_packed(**moved({"packed": module.packed_weight}, self._pages.take))
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:

@@ -124,6 +124,25 @@ def test_int8_with_a_zero_point_is_exact_in_its_integers(
     assert errors[0] < 0.8 * errors[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_columns_of_activations_are_multiplied_and_those_of_the_weight_divided(
+    dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    x, weight, bias = operands(9, 70, 36, dtype)
+    x[:, 5] *= 50
+    weight[:, 5] /= 50
+    factors = torch.ones(36)
+    factors[5] = 1 / 32
+    options = {"quantize": True, "asymmetric": True}
+    out, plain = (linear(x, pack_linear(weight, bias, column_factors_K=own, **options)) for own in (factors, None))
+    assert torch.equal(out, linear(x * factors.to(dtype), pack_linear(weight / factors.to(dtype), bias, **options)))
+    exact = F.linear(x.float(), weight.float(), bias.float())
+    assert (out - exact).norm() < (plain - exact).norm()
+    for wrong in ({"column_factors_K": torch.ones(35), **options}, {"column_factors_K": factors, "quantize": True}):
+        with pytest.raises(ValueError, match="column_factors_K"):
+            pack_linear(weight, bias, **wrong)
+
+
 def test_a_zero_point_needs_8_bits(cpu_kernels: str) -> None:
     for options in ({}, {"quantize": True, "activation_bits": 16}):
         with pytest.raises(ValueError, match="asymmetric"):

@@ -173,3 +173,20 @@ def test_keys_alone_are_written_as_beside_values(head_size: int, dtype: torch.dt
     out = rope_and_cache(x.query, x.key, None, x.positions, x.cos_sin, x.slots, keys, None)
     assert torch.equal(out, expected)
     assert torch.equal(keys, caches[0])
+
+
+@DTYPES
+@pytest.mark.parametrize("rotary_size", [0, 128])
+def test_tokens_whose_slots_follow_each_other_are_written_as_alone(
+    rotary_size: int, dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    x = Inputs(90, 128, dtype, rotary_size)  # shared among threads where it is rotated
+    x.slots = torch.cat((torch.arange(3, 60), torch.arange(62, 95)))
+    out, caches = x.rope(x.query, x.key)
+    expected = torch.zeros_like(caches)
+    for token in range(len(x.slots)):
+        own = slice(token, token + 1)
+        heads = (part[own] for part in (x.query, x.key, x.value))
+        alone = rope_and_cache(*heads, x.positions[own], x.cos_sin, x.slots[own], *expected)
+        assert torch.equal(out[own], alone)
+    assert torch.equal(caches, expected)

@@ -130,12 +130,24 @@ class Weight(nn.Module):
         return cls(size, dtype=torch.float32 if norms.is_float32 else None, offset=norms.offset)
 
 
+NORM_REACH = 3
+"""How many scales of a norm a feature is from its shift, but for few tokens."""
+
+
 class LayerNorm(Weight):
     """The scale of a LayerNorm, and the shift if there is one, in float32."""
 
     def __init__(self, size: int, has_bias: bool, offset: float = 0.0) -> None:
         super().__init__(size, dtype=torch.float32, offset=offset)
         self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False) if has_bias else None
+
+    def column_factors(self) -> torch.Tensor:
+        """[E] powers of two, for `pack_linear`: about the inverse root of how much larger a column of its output is
+        than the median one (SmoothQuant, with the norm's own numbers in place of samples). With all-MiniLM-L6-v2 in
+        int8, the least cosine of a token is 0.995 with them, and 0.994 without them or with 16 bits before QKV."""
+        reach = NORM_REACH * self.weight.abs() + (0 if self.bias is None else self.bias.abs())
+        ratio = reach / reach.median().clamp(min=1e-10)
+        return ratio.clamp(1, 4096).sqrt().log2().round().neg().exp2()
 
 
 class Packable(nn.Module):
@@ -155,8 +167,10 @@ class Packable(nn.Module):
     activation = "silu"
     activates = False
     activation_bits = 8
-    """As in `LoadedLinear`, like the next one."""
+    """As in `LoadedLinear`, like the next two."""
     asymmetric = False
+    input_norm: tuple[LayerNorm, ...] = ()
+    """The norm of its input, if that decides how it is quantised. In a tuple, as it is no module of this one."""
     takes_adapters = True
     """Whether LoRA adapters may change the layer."""
     names: Sequence[str]
@@ -197,7 +211,8 @@ class Packable(nn.Module):
         the order of `adapter_slice`. Of unquantised weights, int8 and int4."""
         first = sum(self.sizes[:number])
         ids = torch.arange(first + rows.start, first + rows.stop, device="cpu")
-        return embedding(weight_rows(self.packed, ids), self.packed).float()
+        band = embedding(weight_rows(self.packed, ids), self.packed).float()
+        return band if self.packed.column_factors is None else band * self.packed.column_factors
 
     def create(self, method: LinearMethod | None = None) -> None:
         """Allocate the tensors that a method asks for; None: those of an unquantised weight."""
@@ -233,6 +248,11 @@ class Packable(nn.Module):
     def packed_weight(self) -> Any:
         """What `packed_of` has returned; None before, and of a table that is not packed."""
         return self._packed
+
+    @property
+    def packs_late(self) -> bool:
+        """Whether it is packed once all tensors are loaded, its `input_norm` among them."""
+        return bool(self.input_norm) and self.method.requantizes
 
     @property
     def num_parameters(self) -> int:
@@ -273,6 +293,7 @@ class Packable(nn.Module):
             sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
             activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
             activates=self.activates, asymmetric=self.asymmetric, first_column=self.projections[0].columns.start,
+            column_factors=self.input_norm[0].column_factors() if self.packs_late else None,
         )  # fmt: skip
 
     def packed_of(self, loaded: LoadedLinear) -> Any:

@@ -82,6 +82,8 @@ class LoadedLinear:
     """The activation is applied to the result; else, if it is gated, to the gate."""
     asymmetric: bool = False
     """8 bits are enough where activations then have a zero point."""
+    column_factors: torch.Tensor | None = None
+    """As of `pack_linear`, for a layer that is asymmetric."""
     first_column: int = 0
     """The first column of the rank's slice of input features."""
 

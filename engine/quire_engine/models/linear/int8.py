@@ -39,6 +39,7 @@ class QuantizedWhenLoaded(LinearMethod):
         return loaded.pack(
             weight_NK, quantize=is_quantized, quantized_dtype=self.dtype, asymmetric=asymmetric,
             activation_bits=bits if is_quantized and not asymmetric else 8,
+            column_factors_K=loaded.column_factors if asymmetric else None,
         )  # fmt: skip
 
 
