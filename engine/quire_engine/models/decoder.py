@@ -496,8 +496,8 @@ class Decoder(nn.Module):
         logits_SV = self.head.logits(hidden_SE) if self.has_head else None
         if logits_SV is None:
             return None
-        if self.logits_divisor != 1:
-            logits_SV /= self.logits_divisor
+        if self.logits_divisor != 1:  # twice the logits, divided by twice the divisor, as this op can be recorded
+            add_residual(logits_SV, logits_SV, scale=0.5 / self.logits_divisor)
         if self.logits_soft_cap is not None:
             logits_SV = soft_cap(logits_SV, self.logits_soft_cap)
         for slot, rows in self.step_adapters.rows_with_tables.items():

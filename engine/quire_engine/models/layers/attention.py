@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from quire_kernels import activate_and_mul, layer_norm, paged_attention, rms_norm, rope_and_cache
+from quire_kernels import activate_and_mul, layer_norm, paged_attention, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -52,6 +52,7 @@ class Attention(nn.Module):
         q_size, kv_size = config.num_heads * self.head_size, num_kv_heads * self.head_size
         self.o_proj = RowParallel(q_size, "o_proj", config.hidden_size, options.o_bias, parallel)
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
+        self.no_rotation, _ = tables(None, self.head_size)
         self.rope_dimensions: torch.Tensor | None = None
         """Where positions have three dimensions, that of each rotated feature."""
         if options.rope is not None and options.rope.mrope_section:
@@ -190,6 +191,9 @@ class Attention(nn.Module):
             value_cache_NKBD if kv_heads else None, query_norm_D=query_norm, key_norm_D=key_norm,
             value_norm_D=self.value_norm_D, eps=self.eps, query_cos_sin=query_cos_sin,
         )  # fmt: skip
-        if late_norm is not None:
-            query_THD = rms_norm(query_THD.flatten(0, 1), late_norm, self.eps).view(query_THD.shape)
+        if late_norm is not None:  # `rms_norm` would take the heads as rows, and a recorded op has a row for each token
+            query_THD = rope_and_cache(
+                query_THD, query_THD[:, :0], None, positions, self.no_rotation, context.slot_mapping, key_cache_NKBD,
+                None, query_norm_D=late_norm, eps=self.eps,
+            )  # fmt: skip
         return query_THD, gate
