@@ -101,9 +101,11 @@ class Dashboard(Companion):
         self._server_environment = {
             INTROSPECTION_TOKEN: os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
         }
-        self._url, self._metrics = _client(server["grpc"]), _client(server["metrics"])
+        url, metrics = _client(server["grpc"]), _client(server["metrics"])
+        http = [_client(server["http"])] if "http" in server else None
+        self._again = f"--url {url} --metrics {metrics}{f' --http {http[0]}' if http else ''} --port {endpoint.port}"
         options = DashboardOptions(
-            url=[self._url], metrics=[self._metrics], http=[_client(server["http"])] if "http" in server else None,
+            url=[url], metrics=[metrics], http=http,
             health=_client(server["health"]), host=endpoint.host, port=endpoint.port,
         )  # fmt: skip
         environment = {**os.environ, **self._server_environment, DASHBOARD_TOKEN: self._token}
@@ -125,7 +127,7 @@ class Dashboard(Companion):
         """It is not started again."""
         self._console.line(
             "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
-            f"--url {self._url} --metrics {self._metrics}"
+            f"{self._again}"
         )
 
     def _how_to_enter(self) -> list[str]:
