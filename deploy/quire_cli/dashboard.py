@@ -128,9 +128,10 @@ class Dashboard(Companion):
 
     def on_end(self, served_s: float) -> None:
         """It is not started again."""
+        own = self._settings
         self._console.line(
             "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
-            f"--url {self._settings.url} --metrics {self._settings.metrics}"
+            f"--url {own.url} --metrics {own.metrics} --http {own.http} --port {self._endpoint.port}"
         )
 
     def _how_to_enter(self) -> list[str]:

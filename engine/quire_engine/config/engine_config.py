@@ -382,7 +382,10 @@ def _make_absolute(groups: Mapping[str, dict[str, Any]], base_dir: Path) -> None
         for name in names:
             path = values.get(name)
             if isinstance(path, str) and path:
-                values[name] = str((base_dir / path).resolve())
+                try:
+                    values[name] = str((base_dir / path).resolve())
+                except ValueError as error:  # NUL, or half of a surrogate pair
+                    raise ValueError(f"{name} is {path!r}; it must be a path: {error}") from None
 
     absolute(groups["model"], "model", "tokenizer")
     absolute(groups["parallel"], "data_parallel_key_file")

@@ -116,3 +116,10 @@ def test_a_short_token_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPat
         with pytest.raises(UsageError, match=r"QUIRE_DASHBOARD_TOKEN .* has 15 characters.*at least 16") as error:
             start()
         assert "letters" not in str(error.value)
+
+
+def test_the_command_that_starts_another_one_names_all_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    Dashboard(Endpoint("127.0.0.1", 7501), {**SERVER, "http": Endpoint("127.0.0.1", 7000)}, Console()).on_end(1.0)
+    grpc, metrics = SERVER["grpc"], SERVER["metrics"]
+    command = f"quire dashboard --url {grpc} --metrics {metrics} --http 127.0.0.1:7000 --port 7501\n"
+    assert capsys.readouterr().err.endswith(command)

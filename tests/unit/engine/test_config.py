@@ -462,6 +462,13 @@ def test_missing_model_is_refused() -> None:
         EngineConfig.from_settings({"block_size": 16})
 
 
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"])
+@pytest.mark.parametrize("name", ["model", "tokenizer", "generation_config", "data_parallel_key_file"])
+def test_what_can_be_no_path_is_named(name: str, path: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be a path: "):
+        EngineConfig.from_settings({"model": "weights", name: path}, base_dir=tmp_path)
+
+
 def test_relative_paths_are_relative_to_the_base_folder(tmp_path: Path) -> None:
     config = EngineConfig.from_settings({"model": "../weights", "tokenizer": "tok"}, base_dir=tmp_path / "1")
     assert config.model.model == str(tmp_path.resolve() / "weights")

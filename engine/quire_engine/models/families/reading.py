@@ -238,7 +238,8 @@ def read_rope(fields: Fields, head_size: int | None = None) -> RopeConfig:
         truncate=rope.boolean("truncate", default.truncate),
         llama_4_scaling_beta=rope.positive_or_null("llama_4_scaling_beta", None),
     )
-    rotary_size = config.rotary_size(head_size)
+    # A factor of 1e308 makes infinitely many.
+    rotary_size = config.rotary_size(head_size) if config.partial_rotary_factor <= head_size else 0
     if not 2 <= rotary_size <= head_size or rotary_size % 2:
         source = fields if rope.values.get("partial_rotary_factor") is None else rope
         raise source.error("partial_rotary_factor", f"an even number of features of {head_size}, divided by these")

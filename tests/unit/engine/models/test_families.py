@@ -530,6 +530,10 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
         ({"architectures": ["MiniMaxM2ForCausalLM"], "scoring_func": "softmax"}, "scoring_func is 'softmax'; it must"),
         ({"architectures": ["MiniMaxM2ForCausalLM"], "use_qk_norm": False}, "use_qk_norm is False; it must be true"),
         ({"architectures": ["MiniMaxM2ForCausalLM"], "shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
+        (
+            {"architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 1e308},
+            "partial_rotary_factor is 1e.308; it must be an",
+        ),
         ({"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 3}, "partial_rotary_factor is 0.75; it must be an"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; it must be null"),
         ({"architectures": ["Dots1ForCausalLM"]}, "n_routed_experts is missing"),
