@@ -223,13 +223,16 @@ def write_model(
         written["lora_modules"] = config.lora.lora_modules
     if drafts is not None and drafts[1] is not None:
         written["speculative_config"] = {**written["speculative_config"], "model": drafts[1]}
-    (folder / "1").mkdir(parents=True, exist_ok=True)
     file = folder / "1" / "model.json"
-    if any(name in written for name in SECRETS):
-        file.touch(mode=0o600)
-        file.chmod(0o600)
-    file.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    (folder / "config.pbtxt").write_text(_CONFIG, encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if any(name in written for name in SECRETS):
+            file.touch(mode=0o600)
+            file.chmod(0o600)
+        file.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        (folder / "config.pbtxt").write_text(_CONFIG, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{folder} cannot be written: {error.strerror}") from None
     return folder
 
 

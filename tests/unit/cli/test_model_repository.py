@@ -150,3 +150,12 @@ def test_a_folder_that_cannot_be_read_is_no_model(tmp_path: Path, monkeypatch: p
     assert models_of(tmp_path) == [model]
     with pytest.raises(CommandError, match=r"lost\+found cannot be read: Permission denied"):
         models_of(closed)
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_text(path: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(CommandError, match="mine cannot be written: No space left on device"):
+        write_model(tmp_path, CHECKPOINT, "mine")
