@@ -124,8 +124,9 @@ class AsyncLLM:
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo, images)
         # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
-        self._adapter_reader = ThreadPoolExecutor(
-            1, thread_name_prefix="adapters", initializer=lower_priority, initargs=(NICENESS,)
+        self._adapter_reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._large_adapters = ThreadPoolExecutor(
+            1, thread_name_prefix="large-adapters", initializer=lower_priority, initargs=(NICENESS,)
         )
         self._image_threads = ThreadPoolExecutor(MAX_IMAGE_THREADS, thread_name_prefix="images")
         self._output_processor = OutputProcessor(tokenizer)
@@ -450,7 +451,11 @@ class AsyncLLM:
     async def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
         """Read an adapter's folder, in a thread, and let requests name it. An adapter of the same name is replaced; its
         pin ends, unless the content is equal. Raises the errors of `AdapterRegistry.add`."""
-        info = await self._run_in(self._adapter_reader, partial(self.adapters.add, lora_request))
+
+        def run_large(function: Callable[[], _T]) -> _T:
+            return self._large_adapters.submit(function).result()
+
+        info = await self._run_in(self._adapter_reader, partial(self.adapters.add, lora_request, run_large))
         await self._unpin()
         return info
 
@@ -670,6 +675,7 @@ class AsyncLLM:
         self.dead_error = self.dead_error or "the engine was shut down"
         self._renderer.shutdown(wait=False)
         self._adapter_reader.shutdown(wait=False)
+        self._large_adapters.shutdown(wait=False)
         self._image_threads.shutdown(wait=False)
         self.input_processor.shutdown()
         self._client.shutdown()

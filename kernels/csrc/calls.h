@@ -55,7 +55,7 @@ struct LoraLayer {
   const float* const* scales;  // [slots, projections], of the base's features, up to whole panels of 16 with 1; null: 1
 };
 
-// hidden = x · Aᵀ of each row's adapter. Rows that have one are sorted by slot.
+// hidden = x · Aᵀ of each row's adapter. Rows whose adapter changes the layer are sorted by slot.
 struct LoraCall {
   const LoraLayer* layer;
   const void* x;         // [rows, in_features]

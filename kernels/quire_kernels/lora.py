@@ -321,10 +321,10 @@ class LoraDelta:
     table: LoraTable
     slots: torch.Tensor
     hidden: torch.Tensor
-    """[T, P, R] in the dtype of activations. In C++ the rows that have an adapter are sorted by slot, and there is room
-    for a tile of 16 rows behind the last."""
+    """[T, P, R] in the dtype of activations. In C++ the rows whose adapter changes the layer are sorted by slot, and
+    there is room for a tile of 16 rows behind the last."""
     sorted: torch.Tensor | None
-    """In C++: int64 [1 + T], how many of the rows have an adapter, and then which."""
+    """In C++: int64 [1 + T], how many rows have an adapter that changes the layer, and then which."""
     first: int = 0
     """The number of the result's first output feature in the table."""
 

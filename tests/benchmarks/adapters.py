@@ -16,8 +16,9 @@ the same prompts, one of a few tokens and one of more. On a GPU, take a dummy: i
 with an engine that serves adapters and one that does not.
 
 Then streams run while adapters are loaded, one after another: the longest gap between two tokens while the folder is
-read, and until the first token of its first request, which waits until the ranks have loaded it; beside that around
-requests for which nothing is loaded. Each has a prompt in one of the steps, which takes longer.
+read, and while the ranks load it; beside that the longest of as many steps while nothing happens. Then the longest gap
+around its first request, which puts it into a slot; beside that around requests that do not. Each has a prompt in one
+of the steps, which takes longer.
 
 With --zipf, it serves requests of so many adapters instead, the n-th with a probability in proportion to 1/n. Those
 that are ready take 2 GB at most, others are loaded from the disk. The speed is relative to the same requests without.
@@ -56,6 +57,8 @@ PROMPT_TOKENS = 32
 STREAMS, STREAM_TOKENS = 16, 400
 LOADS = 4
 """Adapters that are loaded beside the streams; the first one is not counted."""
+QUIET_STEPS = 10
+"""About as many as a load takes."""
 READY_BYTES, ZIPF_TOKENS, ZIPF_SLOTS = 2 * 10**9, 16, 8
 
 
@@ -118,10 +121,18 @@ async def gaps_while_loading(
         ):
             pass
 
-    async def timed(name: str, what: Awaitable[object]) -> None:
-        until = min(map(len, arrivals)) + 4
+    async def steps(number: int) -> None:
+        until = min(map(len, arrivals)) + number
         while min(map(len, arrivals)) < until:
             await asyncio.sleep(0.005)
+
+    async def loaded(new: LoRARequest) -> None:
+        await engine.pin_lora(new.lora_name)
+        while not any(one.name == new.lora_name and one.state == "ready" for one in await engine.list_loras()):
+            await asyncio.sleep(0.02)
+
+    async def timed(name: str, what: Awaitable[object]) -> None:
+        await steps(4)
         start = time.perf_counter()
         await what
         windows.append((name, start, time.perf_counter()))
@@ -130,7 +141,9 @@ async def gaps_while_loading(
         tasks = [asyncio.create_task(stream(number)) for number in range(STREAMS)]
         for number, folder in enumerate(adapters):
             new = LoRARequest(f"new-{number}", lora_path=str(folder))
+            await timed("nothing happens", steps(QUIET_STEPS))
             await timed("its folder is read", engine.add_lora(new))
+            await timed("the ranks load it", loaded(new))
             await timed("its first request", ask(new))
             await timed("another request with it", ask(new))
             await timed("a request of the base", ask(None))
@@ -254,7 +267,9 @@ def measure(
     if arguments.vllm:
         theirs = vllm_seconds(base, folders[:count], parent, arguments, prompts)
         found["vllm_ratios"] = print_speeds("vLLM, adapters: ", theirs, arguments.rows)
-    settings = settings | of_adapters | {"max_num_seqs": max(arguments.rows, STREAMS + 1), "max_model_len": 512}
+    settings = settings | of_adapters | {
+        "max_num_seqs": max(arguments.rows, STREAMS + 1), "max_model_len": 512, "max_cpu_loras": max(count, LOADS + 1),
+    }  # fmt: skip
     found["longest_gaps"] = asyncio.run(gaps_while_loading(base, settings, folders[count:], checkpoint.vocab_size))
     for name, gaps in found["longest_gaps"].items():
         each = ", ".join(f"{1e3 * gap:.1f}" for gap in sorted(gaps))

@@ -29,7 +29,7 @@ class LoadOutcome(IntEnum):
     MISSING = 4
     """Its files cannot be read."""
     CHANGED = 5
-    """Its files have changed since the request arrived."""
+    """Its files have changed since it was registered."""
 
 
 def row_length(num_cells: int) -> int:

@@ -33,9 +33,11 @@ all tokens, or the first ones::
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from quire_engine.adapters.config import CONFIG, AdapterConfig
 from quire_engine.adapters.files import (
@@ -69,6 +71,20 @@ _OTHERS = {
     "original_module": "a whole module (modules_to_save) of the base",
 }  # fmt: skip
 """Parts of tensors' names, and what they are."""
+
+
+_T = TypeVar("_T")
+
+
+class Runner(Protocol):
+    """Calls a function, perhaps in another thread, and waits for its result."""
+
+    def __call__(self, function: Callable[[], _T], /) -> _T: ...
+
+
+def run_here(function: Callable[[], _T]) -> _T:
+    """The `Runner` that calls it in its own thread."""
+    return function()
 
 
 def _all() -> slice:
@@ -117,42 +133,44 @@ class AdapterCheckpoint:
         return bool(self.tables) or not TABLES.isdisjoint(self.modules)
 
     @classmethod
-    def read(cls, folder: Path, modules: AdaptableModules, max_rank: int) -> "AdapterCheckpoint":
+    def read(
+        cls, folder: Path, modules: AdaptableModules, max_rank: int, run_large: Runner = run_here
+    ) -> "AdapterCheckpoint":
         """Read a folder and check everything in it. Pauses often, for other threads.
 
         Args:
             folder: the adapter's.
             modules: of the model.
             max_rank: the setting `max_lora_rank`.
+            run_large: calls what takes as long as the file is large, nearly all of it without the interpreter's lock. A
+                thread of low priority may do that. It should not do the rest: if it loses its core while it has the
+                lock, all threads of the interpreter wait until it has a core again.
 
         Raises:
             CheckpointError: a file is missing or broken, does not fit the model, or asks for what is not supported.
         """
-        config, weights = read_files(folder, modules)
-        return cls.parse(folder, config, weights, digest_of(config, weights), modules, max_rank)
+        config, weights = run_large(partial(read_files, folder, modules))
+        digest = run_large(partial(digest_of, config, weights))
+        tensors = dict(parse_tensors(folder / WEIGHTS, weights))
+        found = cls.of(folder, config, tensors, digest, modules, max_rank)
+        run_large(partial(check_finite, folder / WEIGHTS, weights, tensors))
+        return found
 
     @classmethod
-    def parse(
+    def of(
         cls,
         folder: Path,
         config_file: bytes,
-        weights_file: memoryview,
+        tensors: Mapping[str, AdapterMatrix],
         digest: str,
         modules: AdaptableModules,
         max_rank: int,
-        was_read_before: bool = False,
     ) -> "AdapterCheckpoint":
-        """The same of files that were read, to whose content the result refers; the folder is for messages. If `read`
-        has returned their digest before, the numbers are not looked at again."""
+        """The same of files that were read, whose numbers are not looked at; the folder is for messages."""
         path = folder / CONFIG
         config = AdapterConfig(path, parse_object(path, config_file))
-        tensors = dict(parse_tensors(folder / WEIGHTS, weights_file))
         sorted_by_layer = _Modules(folder / WEIGHTS, config, modules, max_rank)
         found, tables = sorted_by_layer.of(tensors), sorted_by_layer.tables
-        for number, (name, matrix) in enumerate(() if was_read_before else tensors.items()):
-            if number % PIECE == 0:
-                pause()
-            check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix)
         return cls(
             digest=digest,
             modules=found,

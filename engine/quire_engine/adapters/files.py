@@ -1,9 +1,10 @@
 """The two files of an adapter in PEFT's format, and the matrices of the safetensors file. Does not use torch."""
 
 import hashlib
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from quire_engine.models.checkpoints.files import MAX_JSON_BYTES, brief, open_re
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 MAX_RANK = 256
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_DIGEST_BYTES = 1 << 20
-_CHECKED_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
+"""Of a file between two pauses: half a millisecond to hash them. On a core that computes steps, a thread of low
+priority that does not pause keeps the core until the next tick, 4 ms with a kernel of 250 Hz."""
 NICENESS = 8
 """Of threads that load. A core that also computes steps gives them a seventh of its time: a step of 40 ms takes 6 ms
 longer."""
@@ -58,17 +60,22 @@ def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryvi
             raise CheckpointError(
                 f"{folder / WEIGHTS}: it has {size} bytes; LoRA of rank {MAX_RANK} of all layers has less than {most}"
             )
-        content = np.empty(size, dtype=np.uint8).data  # filled without the interpreter's lock
-        number: int = file.readinto(content)  # type: ignore[attr-defined]  # it may have become shorter meanwhile
-        return config, content[:number]
+        content, end = np.empty(size, dtype=np.uint8).data, 0  # filled without the interpreter's lock
+        while end < size:
+            number: int = file.readinto(content[end : end + _PIECE_BYTES])  # type: ignore[attr-defined]
+            if not number:  # it has become shorter meanwhile
+                break
+            end += number
+            pause()
+        return config, content[:end]
 
 
 def digest_of(config: bytes, weights: memoryview) -> str:
     """SHA-256 of an adapter's two files, in hexadecimal. Other threads run meanwhile."""
     digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
-    view = memoryview(weights)
-    for start in range(0, len(view), _DIGEST_BYTES):  # a signal, or a shutdown, need not wait for all of it
-        digest.update(view[start : start + _DIGEST_BYTES])
+    for start in range(0, len(weights), _PIECE_BYTES):  # a signal, or a shutdown, need not wait for all of it
+        digest.update(weights[start : start + _PIECE_BYTES])
+        pause()
     return digest.hexdigest()
 
 
@@ -113,17 +120,32 @@ def pause() -> None:
     time.sleep(PAUSE_SECONDS)
 
 
-def check_finite(where: str, matrix: AdapterMatrix) -> None:
-    for start in range(0, len(matrix.content), _CHECKED_BYTES):
-        if start:
+def check_finite(path: Path, content: memoryview, tensors: Mapping[str, AdapterMatrix]) -> None:
+    """Raises CheckpointError if a number of a file is not finite. Checks neighbours of one dtype together, so that
+    little of the time is spent in the interpreter, with its lock.
+
+    Args:
+        path: for messages.
+        content: of the file.
+        tensors: all of it, of `parse_tensors`.
+    """
+    start = len(content) - sum(len(matrix.content) for matrix in tensors.values())
+    for dtype, neighbours in itertools.groupby(tensors.items(), key=lambda item: item[1].dtype):
+        group = list(neighbours)
+        end = start + sum(len(matrix.content) for _, matrix in group)
+        for first in range(start, end, _PIECE_BYTES):
+            if not _are_finite(dtype, content[first : min(first + _PIECE_BYTES, end)]):
+                name = next(name for name, matrix in group if not _are_finite(dtype, matrix.content))
+                what = "it holds a value that is not finite; weights must be finite numbers"
+                raise CheckpointError(f"{path}: tensor {name}: {what}")
             pause()
-        values: npt.NDArray[Any]
-        content = matrix.content[start : start + _CHECKED_BYTES]
-        if matrix.dtype == "BF16":  # numpy has no such type: all bits of the exponent are set
-            values = np.frombuffer(content, dtype=np.uint16)
-            is_finite = not ((values & 0x7F80) == 0x7F80).any()
-        else:
-            values = np.frombuffer(content, dtype=np.float32 if matrix.dtype == "F32" else np.float16)
-            is_finite = bool(np.isfinite(values).all())
-        if not is_finite:
-            raise CheckpointError(f"{where}: it holds a value that is not finite; weights must be finite numbers")
+        start = end
+
+
+def _are_finite(dtype: str, content: memoryview) -> bool:
+    values: npt.NDArray[Any]
+    if dtype == "BF16":  # numpy has no such type: all bits of the exponent are set
+        values = np.frombuffer(content, dtype=np.uint16)
+        return not ((values & 0x7F80) == 0x7F80).any()
+    values = np.frombuffer(content, dtype=np.float32 if dtype == "F32" else np.float16)
+    return bool(np.isfinite(values).all())

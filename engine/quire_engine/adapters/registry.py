@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from quire_engine.adapters.checkpoint import AdapterCheckpoint
+from quire_engine.adapters.checkpoint import AdapterCheckpoint, Runner, run_here
 from quire_engine.config import LoRAConfig
 from quire_engine.errors import RequestError, UnknownAdapterError, did_you_mean, quote
 from quire_engine.lora import AdaptableModules, Adapter, AdapterInfo, LoRARequest
@@ -47,9 +47,13 @@ class AdapterRegistry:
         """Those that requests may use now."""
         return list(self._infos)
 
-    def add(self, request: LoRARequest) -> AdapterInfo:
+    def add(self, request: LoRARequest, run_large: Runner = run_here) -> AdapterInfo:
         """Read and check a folder, and register it. A name that is registered means this folder from now on; its live
         requests go on with what they began with. Blocks for as long as it takes to read the folder.
+
+        Args:
+            request: the name and the folder.
+            run_large: as for `AdapterCheckpoint.read`.
 
         Raises:
             RequestError: the name is empty, there is no path, or the engine serves no adapters.
@@ -64,7 +68,7 @@ class AdapterRegistry:
             raise RequestError("lora_path", f"lora_path is {quote(path)}; it must be the path of a folder")
         assert self._modules is not None
         folder = Path(path).absolute()
-        read = AdapterCheckpoint.read(folder, self._modules, self._config.max_lora_rank)
+        read = AdapterCheckpoint.read(folder, self._modules, self._config.max_lora_rank, run_large)
         info = AdapterInfo(
             name=name, folder=str(folder), digest=read.digest, rank=read.rank, num_bytes=read.num_bytes,
             target_modules=read.target_modules,

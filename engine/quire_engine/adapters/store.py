@@ -34,7 +34,16 @@ from quire_engine.adapters.adaptable import (
 )
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
 from quire_engine.adapters.checkpoint import AdapterCheckpoint
-from quire_engine.adapters.files import NICENESS, PIECE, AdapterMatrix, digest_of, pause, read_files
+from quire_engine.adapters.files import (
+    NICENESS,
+    PIECE,
+    WEIGHTS,
+    AdapterMatrix,
+    digest_of,
+    parse_tensors,
+    pause,
+    read_files,
+)
 from quire_engine.config import LoRAConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, EngineDeadError
@@ -231,13 +240,13 @@ class AdapterStore:
         if self._like.is_cuda:
             torch.cuda.set_device(self._like.device)
         while (load := self._loads.get()) is not None:
-            if isinstance(load, _Cell):
-                continue
-            with self._lock:
-                is_wanted = self._wanted.get(load.cell) == load.number
-            if is_wanted:
-                outcome = self._load(load)
-                self._board.put(self._parallel.rank, load.cell, load.number, outcome)
+            if isinstance(load, AdapterLoad):
+                with self._lock:
+                    is_wanted = self._wanted.get(load.cell) == load.number
+                if is_wanted:
+                    outcome = self._load(load)
+                    self._board.put(self._parallel.rank, load.cell, load.number, outcome)
+            del load  # which else keeps the memory of a cell until the next one comes
 
     def _load(self, load: AdapterLoad) -> LoadOutcome:
         adapter = load.adapter
@@ -271,9 +280,8 @@ class AdapterStore:
         if digest_of(config, content) != adapter.digest:
             logger.error("%s: the adapter's files have changed since it was registered", folder)
             return LoadOutcome.CHANGED
-        return AdapterCheckpoint.parse(
-            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, was_read_before=True
-        )
+        tensors = dict(parse_tensors(folder / WEIGHTS, content))
+        return AdapterCheckpoint.of(folder, config, tensors, adapter.digest, self._modules, self._config.max_lora_rank)
 
     def _converted_layers(self, read: AdapterCheckpoint) -> _Cell:
         matrices: Matrices = []

@@ -6,7 +6,8 @@
                 │ the load fails
                 └──► ends with an error
 
-A digest identifies an adapter: two names of the same content share everything.
+A digest identifies an adapter: two names of the same content share everything. A load reads the folder of one of them;
+if that folder has lost its files, only the requests that name it end.
 
 A step computes with at most `max_loras` adapters: those that have a *slot*. An adapter keeps its slot as long as any
 request is past `waiting`; requests that arrive meanwhile pass at once. Then the slot is free, and goes to the adapter
@@ -45,8 +46,10 @@ _REASONS = {
     LoadOutcome.FAILED: "could not be loaded; the engine's log has the cause",
     LoadOutcome.NO_MEMORY: "could not be loaded: there is not enough memory; lower max_cpu_loras or max_lora_rank",
     LoadOutcome.MISSING: "could not be loaded: its files cannot be read any more",
-    LoadOutcome.CHANGED: "could not be loaded: its files have changed since the request arrived; send it again",
+    LoadOutcome.CHANGED: "could not be loaded: its files have changed since it was registered; load it again in place",
 }
+_OF_FOLDERS = (LoadOutcome.MISSING, LoadOutcome.CHANGED)
+"""Outcomes that another folder of the same content need not have."""
 
 
 @dataclass(slots=True)
@@ -252,8 +255,13 @@ class AdapterScheduler:
             self._num_failed_loads += 1
             self._free_cells.append(resident.cell)
             del self._residents[digest]
-            self._pinned.pop(digest, None)
-            failed += [_failure(request, outcome) for request in self.waiting if request.lora_id == digest]
+            folder = resident.adapter.folder if outcome in _OF_FOLDERS else None
+            if folder in (None, self._pinned.get(digest, resident.adapter).folder):
+                self._pinned.pop(digest, None)
+            for request in self.waiting:
+                adapter = request.options.adapter
+                if adapter is not None and adapter.digest == digest and folder in (None, adapter.folder):
+                    failed.append(_failure(request, outcome))
         return failed
 
     def _settle(self, queue: RequestQueue, failed: set[str]) -> None:

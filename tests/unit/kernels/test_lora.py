@@ -25,6 +25,7 @@ from quire_kernels import (
     weight_rows,
 )
 from quire_kernels.activation import activate, activate_and_mul
+from quire_kernels.lora import shrink
 
 RANKS: Sequence[Sequence[int | None]] = ([16], [1], [8, None, 3], [64, 5, 16], [None, 2], [256, 33], [17, 31, 40])
 """Of each adapter: a rank for each projection, or None."""
@@ -160,6 +161,18 @@ def test_a_row_does_not_depend_on_its_batch(kind: str, cpu_kernels: str) -> None
     assert torch.equal(torch.cat(alone), together)
     order = torch.randperm(60, generator=layer.generator)
     assert torch.equal(linear(x[order], packed, torch.float32, lora=layer.rows(index[order])), together[order])
+
+
+def test_rows_whose_adapter_leaves_the_layer_alone_are_left_out(cpu_kernels: str) -> None:
+    layer = Layer([33], 16, torch.float32)
+    x, index = layer.batch(70)
+    slots = layer.table.slots
+    changed = [i for i, slot in enumerate(index.tolist()) if slot >= 0 and slots[slot] != [None]]
+    assert set(index[changed].tolist()) < set(range(layer.empty))
+    found = shrink(x, layer.rows(index)).sorted
+    if found is None:
+        pytest.skip("plain torch sorts no rows")
+    assert sorted(found[1 : 1 + int(found[0])].tolist()) == changed
 
 
 def test_scales_that_are_known_later(cpu_kernels: str) -> None:

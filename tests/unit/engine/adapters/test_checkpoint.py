@@ -12,6 +12,7 @@ import pytest
 import torch
 from quire_engine import LoRARequest
 from quire_engine.adapters.checkpoint import AdapterCheckpoint
+from quire_engine.adapters.files import check_finite, digest_of, read_files
 from quire_engine.adapters.registry import AdapterRegistry
 from quire_engine.config import LoRAConfig
 from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
@@ -189,9 +190,12 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another tensor": (added("base_model.model.model.norm.weight", 16, 1), "no matrix of LoRA"),
     "other columns": (changed(lambda one: one[:, :12].contiguous()), r"has shape \[4, 12\]"),
     "other rows": (changed(lambda one: one[:8].contiguous(), "B"), r"has shape \[8, 4\]"),
-    "not a number": (changed(with_nan), "a value that is not finite"),
+    "not a number": (changed(with_nan), r"layers\.0\..*q_proj\.lora_A\.weight: it holds a value that is not finite"),
     "infinite": (changed(lambda one: (one * 1e30).to(torch.float16)), "a value that is not finite"),
-    "not a number in bfloat16": (changed(lambda one: with_nan(one).bfloat16(), "B"), "a value that is not finite"),
+    "not a number in bfloat16": (
+        changed(lambda one: with_nan(one).bfloat16(), "B"),
+        r"layers\.0\..*q_proj\.lora_B\.weight: it holds a value that is not finite",
+    ),
     "integers": (changed(lambda one: one.to(torch.int32)), "is 'I32'; it must be one of F32, F16, BF16"),
     "three sizes": (changed(lambda one: one[None]), r"has shape \[1, 4, 16\]"),
     "a pickle": (pickled, "adapter_model.bin is a pickle, which is not read"),
@@ -226,6 +230,17 @@ def test_a_hostile_adapter_is_rejected_by_name(folder: Path, name: str) -> None:
     assert str(folder) in str(raised.value)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1500
+
+
+def test_only_what_takes_as_long_as_the_file_is_large_runs_elsewhere(folder: Path) -> None:
+    functions: list[Any] = []
+
+    def run_large(function: Any) -> Any:
+        functions.append(function.func)
+        return function()
+
+    assert AdapterCheckpoint.read(folder, MODULES, 64, run_large) == read(folder)
+    assert functions == [read_files, digest_of, check_finite]
 
 
 def test_names_and_patterns_are_as_peft_has_them(folder: Path) -> None:

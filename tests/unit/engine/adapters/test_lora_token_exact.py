@@ -209,11 +209,12 @@ def test_dora(checkpoint: Any, tmp_path: Path, name: str, targets: list[str]) ->
     llm.shutdown()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_dora_of_quantised_layers(adapters: Any, tmp_path: Path, quantization: str) -> None:
+@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 1), ("int8", 2)])
+def test_dora_of_quantised_layers(adapters: Any, tmp_path: Path, quantization: str, num_ranks: int) -> None:
     """Nearer to the merged model in float32 than the change that it makes."""
     folder = make_adapter(tmp_path / "adapter", adapters.base, rank=8, use_dora=True)
-    llm, (prompt,) = make_llm(adapters, device="cpu", quantization=quantization), prompts_of(1)
+    llm = make_llm(adapters, device="cpu", quantization=quantization, tensor_parallel_size=num_ranks)
+    (prompt,) = prompts_of(1)
     params, request = SamplingParams(temperature=0, max_tokens=1, logprobs=20), LoRARequest("dora", 1, str(folder))
     (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=request)
     merged = merge_adapter(tmp_path / "merged", adapters.base, folder)

@@ -233,7 +233,7 @@ def test_a_request_whose_folder_has_changed_ends_when_its_engine_has_died(adapte
 
         async def main() -> None:
             request = LoRARequest("adapter", lora_path=str(folder))
-            with pytest.raises(RequestError, match="its files have changed since the request arrived"):
+            with pytest.raises(RequestError, match="its files have changed since it was registered"):
                 await interrupted(request)
             await llm.add_lora(request)
             await tokens_of(llm, PROMPTS[2], request, greedy())

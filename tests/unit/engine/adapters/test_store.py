@@ -1,15 +1,20 @@
 """What a rank keeps of adapters, and how much memory it sets aside for them."""
 
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quire_engine.adapters.adaptable import adaptable_layers, adaptable_modules, planned_bytes
-from quire_engine.adapters.store import Matrices, _copied, _huge_pages, _staged
+from quire_engine.adapters.board import AdapterBoard, row_length
+from quire_engine.adapters.store import AdapterStore, Matrices, _Cell, _copied, _huge_pages, _staged
 from quire_engine.config import EngineConfig, LoRAConfig
 from quire_engine.distributed import ParallelState
+from quire_engine.lora import AdaptableModules
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import META, build, new_model
 from quire_kernels import lora_sizes, pack_lora
@@ -51,6 +56,24 @@ def test_a_stage_whose_layers_an_adapter_leaves_alone_copies_nothing() -> None:
     assert cell.staged is not None
     assert not cell.staged.numel()
     assert _copied(cell.matrices, cell.staged, torch.device("cpu")) == [[None, None], [None]]
+
+
+def test_an_adapter_that_is_not_needed_any_more_is_freed_before_the_next_one_comes() -> None:
+    board = AdapterBoard(np.zeros((1, row_length(1)), dtype=np.int64))
+    store = AdapterStore(LoRAConfig(enable_lora=True), AdaptableModules(), board, ParallelState())
+    store._like = torch.empty(0)
+    is_freed = threading.Event()
+    cell = _Cell(staged=torch.empty(8))
+    weakref.finalize(cell.staged, is_freed.set)
+    store._loads.put(cell)
+    del cell
+    thread = threading.Thread(target=store._run)
+    thread.start()
+    try:
+        assert is_freed.wait(30)
+    finally:
+        store.close()
+        thread.join()
 
 
 def test_memory_is_set_aside_for_the_largest_adapters_of_each_rank(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ class Ranks:
         self.slots: list[Adapter | None] = [None] * max_loras
         self.num_cells, self.delay = num_cells, delay
         self.broken: dict[str, LoadOutcome] = {}
+        """By digest or folder."""
         self._under_way: list[list[int]] = []
         self.requests: dict[str, tuple[str | None, int]] = {}
         self.num_loads = 0
@@ -50,7 +51,8 @@ class Ranks:
         for load in list(self._under_way):
             remaining, cell, number = load
             load[0] -= 1
-            outcome = self.broken.get(self.cells[cell].digest, LoadOutcome.READY)
+            adapter = self.cells[cell]
+            outcome = self.broken.get(adapter.folder) or self.broken.get(adapter.digest, LoadOutcome.READY)
             if remaining == 1:
                 self.board.put(0, cell, number, outcome)
             elif remaining <= 0:
@@ -142,6 +144,24 @@ def test_a_failed_load_ends_the_requests_that_wait_for_it(
     again = engine.add("bad", [4])
     engine.run()
     assert engine.ended[again.request_id].error is None
+
+
+@pytest.mark.parametrize("outcome", [LoadOutcome.MISSING, LoadOutcome.CHANGED])
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_folder_that_has_lost_its_files_ends_only_the_requests_that_name_it(
+    outcome: LoadOutcome, is_pinned: bool
+) -> None:
+    """An adapter was replaced by a copy of itself in another folder, and the first folder was deleted."""
+    engine = Engine()
+    engine.ranks.broken["/adapters/old"] = outcome
+    old, new = (engine.add(name, [1], pinned=is_pinned, digest="of both") for name in ("old", "new"))
+    engine.run()
+    error = engine.ended[old.request_id].error
+    assert error is not None
+    assert error.startswith("lora_name is 'old'; its adapter in /adapters/old could not be loaded")
+    assert engine.ended[new.request_id].finish_reason is FinishReason.LENGTH
+    assert engine.tokens[new.request_id] == engine.expected[new.request_id]
+    assert engine.adapters.make_stats().ready == ["of both"]
 
 
 def test_a_request_without_a_slot_is_overtaken_by_so_many_and_no_more() -> None:
