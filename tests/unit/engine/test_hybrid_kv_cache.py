@@ -248,8 +248,10 @@ def test_graphs_of_groups(
         pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
     prompts = [workload[0][-1][:36], workload[0][-2][:5]]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    settings = {"max_num_seqs": 2, "max_model_len": 48, "block_size": 16, "max_num_batched_tokens": 44}
-    settings["folder"] = write(tmp_path / "checkpoint", checkpoint("tied-gqa"), num_layers=3)
+    folder = write(tmp_path / "checkpoint", checkpoint("tied-gqa"), num_layers=3)
+    settings: dict[str, Any] = {
+        "folder": folder, "max_num_seqs": 2, "max_model_len": 48, "block_size": 16, "max_num_batched_tokens": 44,
+    }  # fmt: skip
     with make_llm(**settings) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with interpreted_kernels(), make_llm(**settings) as llm:
