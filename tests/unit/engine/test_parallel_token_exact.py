@@ -36,8 +36,8 @@ LAYOUTS = [
     ("gemma4-conditional", 2, 2),
     ("gemma3n", 1, 3),  # a stage in the middle, too
 ]
-"""Checkpoint, tensor parallel size, pipeline parallel size. Two ranks, and two stages, of each family are in
-`test_every_family.py`."""
+"""Checkpoint, tensor parallel size, pipeline parallel size; of 64 requests on two ranks alone, as four take long for a
+step. Two ranks, and two stages, of each family are in `test_every_family.py`."""
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}
 
 
@@ -67,10 +67,10 @@ def check_same_tokens_on_all_ranks(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS)
-def test_64_requests_are_token_exact(
+def test_many_requests_are_token_exact(
     name: str, tensor: int, pipeline: int, checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
 ) -> None:
-    prompts, lengths, expected = workload(name)
+    prompts, lengths, expected = (part[: 64 if (tensor, pipeline) == (2, 1) else 24] for part in workload(name))
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0) for n in lengths]
     with make_llm(checkpoint(name), tensor, pipeline, kv_cache_memory_bytes=2**23) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -92,7 +92,7 @@ def test_chunks_the_prefix_cache_and_preemption_change_no_bit(dtype: str, llm_of
     with llm_of(**own) as llm:
         alone = [generate(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     expected = [output.outputs for output in alone]
-    for budget in (1, 7, 64):
+    for budget in (1, 7, 64) if dtype == "float32" else (7, 64):
         with llm_of(**own, max_num_batched_tokens=budget, max_num_seqs=min(budget, 4)) as llm:
             assert [output.outputs for output in generate(llm)] == expected
             again = generate(llm)
