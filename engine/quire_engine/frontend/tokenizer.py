@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -221,14 +222,14 @@ def _decodes_plainly(tokenizer: Any) -> bool:
 @contextlib.contextmanager
 def _library_warns_of_nothing() -> Iterator[None]:
     """Its warnings concern its models: it names a type that it does not know, which the engine may well know."""
-    from transformers.utils import logging
+    from transformers.utils.logging import get_verbosity, set_verbosity
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    before = get_verbosity()
+    set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        set_verbosity(before)
 
 
 def _reason(error: BaseException) -> str:

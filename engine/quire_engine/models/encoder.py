@@ -89,16 +89,16 @@ class Encoder(Decoder):
             attention.qkv_proj.activation_bits = mlp.gate_up_proj.activation_bits = NORMED_BITS
             for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
                 module.asymmetric = True
-            if not options.pre_norm or number != "0":
-                layer.attn_norm = LayerNorm(size, options.norm_bias)
-            layer.mlp_norm = LayerNorm(size, options.norm_bias)
-            if options.pre_norm:
-                input_norms = layer.attn_norm if number != "0" else norm, layer.mlp_norm
+            attn_norm, mlp_norm = LayerNorm(size, options.norm_bias), LayerNorm(size, options.norm_bias)
+            if options.pre_norm and number == "0":
+                attn_norm = norm
             else:
-                input_norms, norm = (norm, layer.attn_norm), layer.mlp_norm
-            for module, one in zip((attention.qkv_proj, mlp.gate_up_proj), input_norms, strict=True):
-                assert isinstance(one, LayerNorm)
-                module.input_norm = (one,)
+                layer.attn_norm = attn_norm
+            layer.mlp_norm = mlp_norm
+            if options.pre_norm:
+                attention.qkv_proj.input_norm, mlp.gate_up_proj.input_norm = (attn_norm,), (mlp_norm,)
+            else:
+                attention.qkv_proj.input_norm, mlp.gate_up_proj.input_norm, norm = (norm,), (attn_norm,), mlp_norm
         if options.pre_norm:
             self.norm = LayerNorm(size, options.norm_bias)
 
