@@ -31,7 +31,7 @@ from support.ranks import llm_of_thread_ranks
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 Frames = npt.NDArray[np.uint8]
-NUM_TOKENS = 8
+NUM_TOKENS = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 768, "kv_cache_memory_bytes": 2**23}
 NAMES = [

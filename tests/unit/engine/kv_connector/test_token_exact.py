@@ -75,24 +75,17 @@ def test_a_new_engine_loads_what_another_has_saved(
     assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
 
 
-STATES = ("bamba", "jamba", "kimi-linear", "lfm2", "qwen3-5")
+STATES = ("bamba", "jamba", "kimi-linear", "lfm2", "qwen3-5", "recurrent-gemma")
 """One family with each kind of state."""
+OTHERS = (
+    "falcon-h1", "falcon-mamba", "granite-hybrid", "lfm2-moe", "lfm3", "mamba", "mamba2", "nemotron-h", "olmo-hybrid",
+    "qwen3-5-moe", "qwen3-next", "zamba2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *itertools.product(STATES, ("files", "memory")),
-        *(
-            pytest.param(name, kind, marks=pytest.mark.slow)
-            for name in (
-                "falcon-h1", "falcon-mamba", "granite-hybrid", "lfm2-moe", "lfm3", "mamba", "mamba2", "nemotron-h",
-                "olmo-hybrid", "qwen3-5-moe", "qwen3-next", "recurrent-gemma", "zamba2",
-            )
-            for kind in ("files", *(["memory"] if FULL else []))
-        ),
-    ],
-)  # fmt: skip
+    ("name", "kind"), [*itertools.product((*STATES, *OTHERS) if FULL else STATES, ("files", "memory"))]
+)
 def test_states_of_recurrent_layers_come_with_the_blocks(
     name: str, kind: str, checkpoint: Callable[[str], Path], tmp_path: Path, memory: int
 ) -> None:

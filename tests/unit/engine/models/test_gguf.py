@@ -34,7 +34,7 @@ from support.gguf_files import gguf_file, random_blocks, text, write_gguf
 from support.oracle import CHECKPOINTS, VOCAB_SIZE, make_checkpoint
 from support.ranks import ThreadExecutor
 
-GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
 PROMPTS = [[5, 9, 200, 31], [7] * 20, [*range(2, 90)]]
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
