@@ -92,6 +92,7 @@ class Encoder(Decoder):
             if not options.pre_norm or number != "0":
                 layer.attn_norm = LayerNorm(size, options.norm_bias)
             layer.mlp_norm = LayerNorm(size, options.norm_bias)
+            input_norms: tuple[Any, Any]
             if options.pre_norm:
                 input_norms = layer.attn_norm if number != "0" else norm, layer.mlp_norm
             else:
