@@ -17,7 +17,7 @@ from quire_engine.messages import EngineCoreRequest, RequestType
 from quire_engine.outputs import RequestOutput
 from support.checkpoints import edit_json
 from support.engines import Recorder, SharedEngine, engine, shared_engine, until
-from support.processes import eventually, idles, is_gone, start_python
+from support.processes import eventually, idles, is_gone, start_forked
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,7 @@ def test_the_engine_dies_with_its_parent(checkpoint: Callable[[str], Path]) -> N
         "llm = AsyncLLM(EngineConfig.from_settings({'model': sys.argv[1]}))\n"
         "print(llm.engine_pid, flush=True); sys.stdin.read()\n"
     )
-    parent = start_python(script, str(checkpoint("tied-gqa")))
+    parent = start_forked(script, str(checkpoint("tied-gqa")))
     with parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

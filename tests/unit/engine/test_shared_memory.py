@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from quire_engine.stats import IterationStats, KVConnectorStats, SchedulerStats
 from quire_kernels.cpu import library
 from support.engines import Recorder, Stream, engine, kill, offline, params, run, until
 from support.oracle import make_prompts
+from support.processes import start_forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="memory needs the C++ kernels")]
 
@@ -125,10 +124,10 @@ asyncio.run(main())
 
 def test_nothing_is_left_when_the_frontend_is_killed(folder: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    frontend = subprocess.Popen([sys.executable, "-c", FRONTEND, str(folder)], stdout=subprocess.PIPE, text=True)
+    frontend = start_forked(FRONTEND, str(folder))
     try:
         assert frontend.stdout is not None
-        pid = int(next(line for line in frontend.stdout if line.startswith("pid")).split()[1])
+        pid = int(next(line for line in frontend.stdout if line.startswith(b"pid")).split()[1])
         assert segments(pid)
         assert segments(frontend.pid)
         descriptor = os.pidfd_open(pid)

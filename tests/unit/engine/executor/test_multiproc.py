@@ -17,7 +17,7 @@ from quire_engine.system.memory import resident_memory_bytes
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
 from support.multiproc import bad_step, executor, settings, step
-from support.processes import ended, eventually, idles, is_gone, open_descriptors, start_python, state
+from support.processes import ended, eventually, idles, is_gone, open_descriptors, start_forked, state
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[5 + i % 60 for i in range(40)], [7, 8, 9], [11] * 100]
@@ -312,7 +312,7 @@ def test_workers_die_with_their_parent(stopped: bool, checkpoint: Callable[[str]
         print(*executor.worker_pids, flush=True)
         time.sleep(100)
     """
-    parent = start_python(source, str(checkpoint("tied-gqa")))
+    parent = start_forked(source, str(checkpoint("tied-gqa")))
     assert parent.stdout is not None
     with ended([parent]):
         pids = [int(pid) for pid in parent.stdout.readline().split()]
