@@ -97,7 +97,7 @@ QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_
 QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 # With 1e-6 the norm of a linear layer's output that is near 0 amplifies rounding, also that of plain torch's kernels.
 QWEN_HYBRID = {
-    **TEXT, "rms_norm_eps": 1e-3, "head_dim": 32, "num_hidden_layers": 4,
+    **TEXT, "rms_norm_eps": 0.03, "head_dim": 32, "num_hidden_layers": 4,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],

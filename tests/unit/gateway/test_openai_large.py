@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from quire_gateway import app, triton_client
 from quire_gateway.answers import Answer
-from quire_gateway.limits import RequestLimits
 from support.gateway import Answer as HttpAnswer
 from support.gateway import ask, gateway, response
 
@@ -23,7 +22,7 @@ BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/responses": lambda text: {"model": "m", "input": text, "top_logprobs": 20},
     "/v1/messages": lambda text: {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": text}]},
 }  # fmt: skip
-READING = {"parse_object", "parse", "check", "generation_request"}
+READING = {"parse_object", "parse", "generation_request"}
 
 
 @pytest.fixture
@@ -43,7 +42,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     for name in ("parse_completion", "chat_request", "parse_responses", "parse_messages"):
         watch(app, name, "parse")
     watch(app, "parse_object")
-    watch(RequestLimits, "check")
     watch(triton_client, "generation_request")
     watch(triton_client, "delta_of")
     watch(Answer, "frame")
