@@ -29,7 +29,7 @@ NUM_CANCELLED = 60
 MOST_UNLOADS = 3
 """Until the server has kept a request: nearly always the first time."""
 NUM_TOKENS = 30
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.005
 """How much longer steps take than the demo model needs: streams are there to be hit, and leave time to what loads."""
 FREED = "has no available versions|is not ready|is not found"
 """What a client hears between an unload and the next load."""
