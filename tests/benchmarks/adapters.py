@@ -88,6 +88,7 @@ def step_seconds(llm: LLM, prompts: Any, adapters: list[LoRARequest | None] | No
 
     def run(num_tokens: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        llm.reset_prefix_cache()  # else the first run alone computes the prompts, where others have evicted them
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
         return time.perf_counter() - start
