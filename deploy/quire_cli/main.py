@@ -3,12 +3,14 @@
 What a command needs beyond its options is imported when it runs.
 """
 
+import io
 import json
 import os
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from quire_gateway.settings import GatewaySettings
-from quire_load.printable import printable, standard_output
+from quire_load.printable import printable
 from typer.core import TyperCommand
 
 from quire_cli.bench.commands import bench_app, tune
@@ -66,7 +68,7 @@ class GroupedCommand(TyperCommand):
 def main() -> NoReturn:
     """The `quire` program."""
     _open_standard_streams()
-    with standard_output():
+    with _standard_output():
         code = run(sys.argv[1:])
     sys.exit(code)
 
@@ -79,6 +81,24 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
+
+
+@contextmanager
+def _standard_output() -> Iterator[None]:
+    """While a program runs: its stdout escapes characters that the encoding lacks. At the end all of it is written.
+
+    Raises:
+        SystemExit: it cannot be, as on a full disk. A reader that has gone is no error.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    yield
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again when it ends
+        if not isinstance(error, BrokenPipeError):
+            raise SystemExit(f"quire: stdout cannot be written: {error.strerror}") from None
 
 
 def run(arguments: Sequence[str]) -> int:

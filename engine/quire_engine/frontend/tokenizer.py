@@ -160,7 +160,7 @@ def _load_folder(folder: Path, source: Path, plain: bool, is_tried: bool) -> Any
             import transformers
 
             loader: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-        with _library_warns_of_nothing():
+        with _without_library_warnings():
             tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -220,8 +220,8 @@ def _decodes_plainly(tokenizer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _library_warns_of_nothing() -> Iterator[None]:
-    """Its warnings concern its models: it names a type that it does not know, which the engine may well know."""
+def _without_library_warnings() -> Iterator[None]:
+    """Suppress those of transformers: it warns of a type of model that it does not know, which the engine may know."""
     from transformers.utils.logging import get_verbosity, set_verbosity
 
     before = get_verbosity()

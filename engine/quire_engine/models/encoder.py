@@ -89,12 +89,10 @@ class Encoder(Decoder):
             attention.qkv_proj.activation_bits = mlp.gate_up_proj.activation_bits = NORMED_BITS
             for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
                 module.asymmetric = True
-            attn_norm, mlp_norm = LayerNorm(size, options.norm_bias), LayerNorm(size, options.norm_bias)
-            if options.pre_norm and number == "0":
-                attn_norm = norm
-            else:
-                layer.attn_norm = attn_norm
-            layer.mlp_norm = mlp_norm
+            attn_norm = norm
+            if not options.pre_norm or number != "0":
+                layer.attn_norm = attn_norm = LayerNorm(size, options.norm_bias)
+            layer.mlp_norm = mlp_norm = LayerNorm(size, options.norm_bias)
             if options.pre_norm:
                 attention.qkv_proj.input_norm, mlp.gate_up_proj.input_norm = (attn_norm,), (mlp_norm,)
             else:

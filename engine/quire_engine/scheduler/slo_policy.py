@@ -296,7 +296,8 @@ class SLOPolicy(SchedulingPolicy):
     def _startable(self, most: int) -> list[Request]:
         """The next waiting requests, at most so many, that there are blocks for."""
         free, startable = self._kv_cache.block_pool.num_free_blocks, []
-        for request in self.queue.late.first(min(most, self.queue.late_is_due)) + self.queue.on_time.first(most):
+        late = self.queue.late.first(min(most, 1)) if self.queue.late_is_due else []
+        for request in [*late, *self.queue.on_time.first(most)]:
             free -= -(-request.num_tokens // self._kv_cache.block_size)
             if free < 0:
                 break
